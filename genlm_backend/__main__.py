@@ -55,7 +55,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _extras() -> Iterator[tuple[str, str]]:
-    """Yield a row for each extra of the distribution: "installed", or which packages it lacks."""
+    """Yield a row for each extra: "installed" or its missing packages; none without metadata."""
     try:
         metadata = importlib.metadata.metadata(_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -78,7 +78,7 @@ def _version(distribution: str) -> str | None:
 
 
 def example_path(name: str) -> Path:
-    """Return an example file's path: in a checkout beside the package, in a wheel inside it."""
+    """Return an example's path; wheels hold examples in the package, checkouts beside it."""
     package = Path(__file__).parent
     for folder in (package / "_examples", package.parent / "examples"):
         if (folder / name).is_file():

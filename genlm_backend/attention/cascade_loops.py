@@ -1,8 +1,9 @@
 """Compiled loops that find the prefixes that several rows share; see ``cascade_plan.py``.
 
-Row by row, ``_climb`` walks from the row's node towards the root, and numbers the tokens that no
-earlier row has, from 1; every root has number 0. So an ancestor has a larger number if the same row
-numbered it, else a smaller one. In depth-first order, the rows that have a token are consecutive.
+A row's node is its last cached token. Row by row, ``_climb`` walks from there towards the root, and
+numbers from 1 the tokens that no earlier row has; every root has number 0. So the number of a
+token's ancestor is larger than the token's if one row numbered both, else smaller. In depth-first
+order, the rows that have a token are consecutive.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _shared(
 
 @compiled
 def _suffix(first: Any, above: Any, last: Any, in_suffix: Any, slots: Any, positions: Any) -> Any:
-    """Return slots and positions of each row's suffix, padded on the left: ``[2, B, P]``."""
+    """Return each row's suffix, left-padded to ``P`` tokens: slots, positions ``[2, B, P]``."""
     nearest = np.zeros(len(above), np.int64)  # nearest suffix token: itself or an ancestor
     sizes = np.zeros(len(above), np.int64)
     for row in range(len(last)):

@@ -2,22 +2,23 @@
 
 **Why.** Particles share long prefixes. Attention row by row reads such a prefix once per row;
 cascade attention (Hydragen: Juravsky et al., 2024, arXiv:2402.05099) reads it once in all. A plan
-divides the cached tokens of a pass into *prefixes*, each with the rows that have it (a long one
-may have a single row), and one *suffix* per row: the row's short runs of tokens, padded to the
-longest suffix. Suffixes are gathered row by row. ``cascade_run.py`` executes the plan. The
-reference is ``naive_attention`` in tests/naive.py.
+divides the cached tokens of a pass into *prefixes*, each with the rows that have it (perhaps a
+single row), and one *suffix* per row: the row's short runs of tokens, padded to the longest
+suffix. Suffixes are gathered row by row. ``cascade_run.py`` executes the plan. The reference is
+``naive_attention`` in tests/naive.py.
 
-**Division.** A compiled loop walks the paths of all rows once. In depth-first order, the rows below
-a node are consecutive. So the time is linear in the distinct tokens and the entries of the suffix.
-A run of few tokens goes to the suffix (``FEW_TOKENS``), unless one of its rows has many new tokens
-(``MANY_NEW_TOKENS``). A prefix with consecutive slots is read in place, which is why the allocator
-prefers consecutive slots.
+**Division.** Cached tokens are the nodes of a tree. A compiled loop visits each token of the rows
+once. In depth-first order, the rows below a node are consecutive, so a node needs no list of rows.
+The time is linear in the distinct tokens and the entries of the suffix. A run of few tokens goes to
+the suffix (``FEW_TOKENS``), unless one of its rows has many new tokens (``MANY_NEW_TOKENS``).
+A prefix with consecutive slots is read in place, which is why the allocator prefers consecutive
+slots.
 
 **Extension.** A decode step takes the plan of the step before, reorders, copies or drops its rows,
 and adds a column to the suffix (``advanced``). Tokens that rows have come to share since the plan
 was made are gathered for each row. ``is_stale`` asks for a new plan in two cases. The suffix is
-more than twice as wide and more than 64 columns wider; or copied rows have read more suffix tokens
-again than the plan's first pass read in all.
+more than twice as wide as at first, and more than 64 columns wider; or copied rows have read more
+suffix tokens again than the plan's first pass read in all.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FEW_TOKENS = 384
-"""Tokens of a run, times its rows, from which a separate attention product for it pays off."""
+"""About how many tokens of a run, times its rows, make a separate attention product pay off."""
 # Below this, the small operators of a product and its merge take longer than gathering the tokens.
 
 FEW_BYTES = 2**21
 """The same on a CPU, in bytes of the keys and values of a layer, if that makes more tokens."""
-# 20 rows of SmolLM2-135M (1,536 bytes a token) take 5 % longer by a product of 50 tokens, and 3 %
-# less by one of 100.
+# For 20 rows of SmolLM2-135M (1,536 bytes a token), a product for 50 shared tokens takes 5 % longer
+# than gathering them, and one for 100 takes 3 % less.
 
 MANY_NEW_TOKENS: Final = 16
 """In rows with at least this many new tokens, even short runs of cached tokens become prefixes."""
@@ -91,7 +92,7 @@ class CachedPrefixes:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefix:
-    """Cached tokens that are read together, and the rows whose contexts contain all of them."""
+    """``n`` cached tokens that are read together, and the ``G`` rows that have all of them."""
 
     rows: NDArray[np.int64]  # [G] int64
     positions: NDArray[np.int64]  # [n] int64
@@ -107,7 +108,7 @@ class CascadePlan:
     """How a pass reads its cached tokens: by prefixes that rows share, and one suffix per row."""
 
     prefixes: tuple[SharedPrefix, ...]
-    # Slots and their positions, padded on the left; padding is slot 0 at position -1.
+    # Slots and their positions, left-padded to ``P`` columns; padding is slot 0 at position -1.
     suffix: NDArray[np.int64]  # [2, B, P] int64
     prefix_lens: NDArray[np.int64]  # [B] int64
     # For ``is_stale``: suffix width, tokens read and each row's number when the plan was made.
@@ -155,7 +156,7 @@ class CascadePlan:
         everybody = np.arange(len(rows))
         for prefix in self.prefixes:
             if len(prefix.rows) == len(self.prefix_lens) == len(rows):
-                prefixes.append(prefix)  # one object, the key in ``decode_tables._extents_of``
+                prefixes.append(prefix)  # unchanged: a cache key of ``decode_tables._extents_of``
                 continue
             own = everybody
             if len(prefix.rows) < len(self.prefix_lens):

@@ -32,7 +32,7 @@ from genlm_backend.attention.softmax_attention import (
 )
 
 LONG_COPY: Final = 4096
-"""About how many cached tokens are decoded at once, if the pool stores them rounded."""
+"""About how many tokens of a prefix are decoded at once, if the pool stores them rounded."""
 
 
 class AnyKVPool(Protocol[A]):
@@ -44,7 +44,7 @@ class AnyKVPool(Protocol[A]):
         ...
 
     def read_by_head(self, layer: int, slots: A | slice) -> tuple[A, A]:
-        """Return keys and values of slots in one layer: ``[B, heads, n, dim]`` each."""
+        """Return keys and values ``[B, heads, n, dim]`` of slots ``[B, n]``, or a slice (B = 1)."""
         ...
 
 
@@ -53,7 +53,7 @@ class AnyKVPool(Protocol[A]):
 class Block(Generic[A]):
     """Cached keys that one product reads, the rows that attend to them, and the mask."""
 
-    # The heads of a GQA group become extra queries: all ``Q`` of one head, then all of the next.
+    # The ``group`` heads that share a key head become extra queries: ``Q`` of each, head by head.
     rows: A | None  # [G] indices; ``None`` for all rows
     slots: A | slice  # [1, n] of a prefix, or [B, P] of suffixes
     num_tokens: int
@@ -67,7 +67,7 @@ class Block(Generic[A]):
 
 
 def new_positions(batch: ForwardBatch) -> torch.Tensor:
-    """Return the positions of new tokens and their padding in contexts: int64 ``[B, Q]``."""
+    """Return the context positions of new tokens and of their padding: int64 ``[B, Q]``."""
     first = torch.from_numpy(batch.prefix_lens)
     return first[:, None] + torch.arange(batch.input_ids.shape[1], dtype=torch.int64)
 
@@ -119,7 +119,7 @@ class CascadeRun(Generic[A]):
         softcap: float | None = None,
         sinks: A | None = None,
     ) -> A:
-        """Attend to cached and new tokens by the mask ``given``: ``[B, heads, Q, value_dim]``."""
+        """Attend where the mask ``given`` allows it; return ``[B, heads, Q, value_dim]``."""
         if self._new is None or self._new[1] is not keys or self._new[2] is not values:
             raise self.attends_otherwise(
                 "a layer attends to keys or values other than the ones it cached"

@@ -39,7 +39,7 @@ class BatchStates(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, layers: list[Any]) -> None:
-        """Put the rows' states before the pass into new cache layers; the pass updates these."""
+        """Put the rows' initial states into new cache layers, which the pass updates."""
 
     @abc.abstractmethod
     def behind(self, rows: NDArray[np.int64]) -> list[Any]:

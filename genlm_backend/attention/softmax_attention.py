@@ -36,7 +36,7 @@ class ArrayOps(Generic[A]):
     total: Callable[[A], A]
     products: Callable[[A, A, float], A]
     means_: Callable[[A, A, A], A]
-    # The last argument is the group size if the mask is causal over the ``Q`` tokens, else 0.
+    # The last argument is the number of query heads per key head if causal, else 0.
     fused: Callable[[A, A, A, float, A | None, int], tuple[A, A] | None]
 
 
@@ -50,7 +50,7 @@ _TINIEST: Final = float(np.finfo(np.float32).tiny)
 @final
 @dataclass(slots=True, eq=False)
 class AttentionState(Generic[A]):
-    """The result of attention to some of the keys; ``merge_state`` adds the result for others."""
+    """Attention of ``N`` rows of ``M`` queries to some keys; ``merge_state`` adds other keys."""
 
     ops: ArrayOps[A]
     values: A  # [N, heads, M, value_dim]
@@ -62,7 +62,7 @@ class AttentionState(Generic[A]):
         if rows is not None:
             values, logsumexp = values[rows], logsumexp[rows]
         share = ops.lib.sigmoid(other.logsumexp - logsumexp)
-        # For a query that attends to no key of either block, -inf - -inf is NaN: its share is 0.
+        # If neither block has a key for a query, -inf - -inf is NaN; ``other`` then has share 0.
         share = ops.fill_(share, other.logsumexp == -math.inf, 0)[..., None]
         values = ops.lerp(values, other.values, ops.as_type_of(share, values))
         logsumexp = ops.lib.logaddexp(logsumexp, other.logsumexp)
@@ -72,7 +72,7 @@ class AttentionState(Generic[A]):
             self.values[rows], self.logsumexp[rows] = values, logsumexp
 
     def split_rows(self, num_rows: int) -> AttentionState[A]:
-        """Return the state reshaped from ``[1, heads, G * M, …]`` to ``[G, heads, M, …]``."""
+        """Return a state with ``M`` queries in each of ``num_rows`` rows: undo ``join_rows``."""
         _, num_heads, _, dim = self.values.shape
         return AttentionState(
             self.ops,
@@ -99,7 +99,7 @@ class SoftmaxAttention(Generic[A]):
     def attend(
         self, query: A, keys: A, values: A, mask: A | None, causal_group: int = 0
     ) -> AttentionState[A]:
-        """Attend, fused if possible; ``causal_group``: the group size of a causal mask, else 0."""
+        """Attend, fused if possible; ``causal_group``: query heads per key head if causal, or 0."""
         if self.softcap is None:
             found = self.ops.fused(query, keys, values, self.scaling, mask, causal_group)
             if found is not None:

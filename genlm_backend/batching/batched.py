@@ -22,8 +22,8 @@ ListFunction = Callable[[list[Q]], "Sequence[R | Exception] | Awaitable[Sequence
 class Batched(Closing, Generic[Q, R]):
     """An awaitable function of one query, made by ``batched`` from a function of a list.
 
-    ``await score(query)`` waits for one result, ``await score.map(queries)`` for several, and
-    ``score.map_sync(queries)`` blocks the thread. ``close()`` ends the worker thread.
+    If ``score`` is one, ``await score(query)`` waits for a result, ``await score.map(queries)`` for
+    several, and ``score.map_sync(queries)`` blocks the thread. ``close()`` ends the worker thread.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Batched(Closing, Generic[Q, R]):
         """Return the result for a query, computed in a batch with other callers' queries.
 
         Raises:
+            RuntimeError: If the batched function itself awaits this, which would never end.
             Exception: Any error of ``Batcher.submit``.
         """
         self._check_loop()
@@ -114,8 +115,8 @@ def batched(
             event loop on that thread, the same loop for all batches.
         max_batch_size: Most queries in one call.
         timeout: Seconds that a query may wait for others; see ``BatchPolicy``.
-        key: Returns a query's key; queries with equal keys share a result. By default, the key is
-            the query, which has to be hashable.
+        key: Returns a query's key; concurrent queries with equal keys share a result. By default,
+            the key is the query, which has to be hashable.
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument has a wrong type.

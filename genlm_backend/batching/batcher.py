@@ -101,7 +101,8 @@ class Batcher(Generic[Q, R]):
         policy: The bounds on the size and the age of a batch.
         key: Returns a query's key; its exceptions go to the caller. Default: the query itself.
         weight: Returns how much a query counts toward ``max_batch_size``, zero or more; its
-            exceptions go to the caller. A query that exceeds the maximum is sent alone. Default: 1.
+            exceptions go to the caller. A query that exceeds the maximum is sent alone, or only
+            with queries of its ``forward_key``. Default: 1.
         forward_key: Returns the key of the computation that answers a query; queries that share it
             count once in a batch. Default: each query counts.
         name: Name in error messages and, after ``genlm-``, of the thread.
@@ -156,7 +157,8 @@ class Batcher(Generic[Q, R]):
             BatcherClosedError: After ``close()``, or when the interpreter has ended the worker.
             ForkedError: In a fork of the batcher's process.
             QueryDroppedError: If ``drop()`` or ``close()`` came before the result.
-            Exception: Any error that ``evaluate`` raised for the batch or returned for the query.
+            Exception: Any error that ``evaluate`` raised for the batch or returned for the query,
+                that ``key`` or ``weight`` raised, or that ``drop`` was given.
         """
         loop = asyncio.get_running_loop()
         future, asked = loop.create_future(), None
@@ -266,7 +268,7 @@ class Batcher(Generic[Q, R]):
         self._worker.stop()
 
     def statistics(self) -> BatcherStatistics:
-        """Return the counts so far."""
+        """Return the counts and durations so far."""
         with self._lock.here:
             self._prune(unwanted(self._waiting.values()))
             return BatcherStatistics(
@@ -289,6 +291,7 @@ class Batcher(Generic[Q, R]):
 
         A query submitted after the call is evaluated after it, unless an equal query is pending
         already. An interrupt of this thread before the function starts cancels the call.
+        If this thread is the worker thread, the function runs at once.
         Raises what ``check_open`` or the function raises.
         """
         if self._worker.is_current_thread():
@@ -337,8 +340,8 @@ class Batcher(Generic[Q, R]):
         """Raise an error if no caller waits any more for the worker thread's current task.
 
         ``evaluate``, or a function given to ``call``, calls this between two steps of long work and
-        lets the error propagate. Callers see it only at interpreter exit; callers that join after
-        it was raised are answered by another batch. On other threads, this has no effect.
+        lets the error propagate. Callers of queries see it only at interpreter exit; those who join
+        after it was raised are answered by another batch. On other threads, this has no effect.
 
         Raises:
             QueryDroppedError: If no caller is left, at ``close()``, and at interpreter exit.

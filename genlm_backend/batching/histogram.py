@@ -60,7 +60,7 @@ class Durations:
         self._counts, self._sum = [0] * (len(BOUNDS) + 1), 0.0
 
     def add(self, seconds: float) -> None:
-        """Count a duration."""
+        """Count a duration, in the bucket of the lowest bound that it does not exceed."""
         self._counts[bisect_left(BOUNDS, seconds)] += 1
         self._sum += seconds
 

@@ -37,7 +37,7 @@ class MultiWaiter:
 
 
 Caller: TypeAlias = "asyncio.Future[Any] | MultiWaiter"
-"""A caller that awaits one query is its future, which saves an object; else a ``MultiWaiter``."""
+"""For a caller of one query, just its future, which saves an object; else a ``MultiWaiter``."""
 
 
 def leave(future: Any) -> None:
@@ -125,7 +125,7 @@ Answers: TypeAlias = dict[Loop, list[tuple[Any, Any]]]
 
 
 def answers_of(results: Iterable[tuple[PendingQuery, Any]]) -> Answers:
-    """Detach all callers from the queries; return the answers of callers to settle now."""
+    """Detach all callers from the queries; return the answers with which to settle futures now."""
     answers: Answers = {}
     for query, result in results:
         failed = is_error(result)

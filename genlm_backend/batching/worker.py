@@ -16,7 +16,7 @@ _ENDED: Final = "the worker thread has ended, as it does when the interpreter ex
 
 @final
 class _Calls(queue.SimpleQueue):
-    """A queue of calls for one thread, which can be closed."""
+    """A queue of calls for one thread; after ``close()`` it accepts no more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Worker:
                 raise BatcherClosedError(f"the interpreter is exiting: {error}") from error
             self._thread = thread
             self._finalizer = weakref.finalize(self, _stop, self._calls, thread)
-        self._calls.add(call)  # if it raised, the thread would end
+        self._calls.add(call)  # if the call raised, the thread would end
 
     @property
     def is_stopped(self) -> bool:
@@ -85,7 +85,7 @@ class Worker:
             self._calls.close()
         elif self._finalizer.alive:
             self._finalizer()
-        elif self._thread is not None:  # an earlier stop() was interrupted
+        elif self._thread is not None:  # an earlier stop() may have been interrupted
             _join(self._thread, self._calls.thread)
 
     def is_current_thread(self) -> bool:

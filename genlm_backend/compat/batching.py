@@ -71,7 +71,7 @@ async def join_batch(
 
     Raises:
         BaseException: The exception that ended the first caller's wait, such as a cancellation. The
-            futures of the other callers get a ``QueryDroppedError`` (``BatchAbandoned``).
+            other callers' futures get a ``QueryDroppedError``, also named ``BatchAbandoned``.
     """
     window = store.setdefault(asyncio.get_running_loop(), Window())
     window.queue.extend(entries)

@@ -44,7 +44,7 @@ async def draw_from(
     Computations use at least float32, and at least the precision of the row.
 
     Args:
-        weights: Log-weights, float ``[V]``, normalised or not, on any device. Not modified.
+        weights: ``V`` log-weights, float ``[V]``, normalised or not, on any device. Not modified.
         target: Log-weights of the target distribution, of the same shape as ``weights``; ``None``
             to target ``weights``.
 
@@ -76,7 +76,7 @@ async def logsumexp_from(weights: LogWeights) -> float:
     """Return the log-sum-exp of a row; ``-inf`` if all its log-weights are ``-inf``.
 
     Args:
-        weights: Log-weights, float ``[V]``; see ``draw_from``.
+        weights: ``V`` log-weights, float ``[V]``; see ``draw_from``.
     """
     row, place = _tensor_of(weights)
     return await _ask(("logsumexp", place, row.shape[-1:]), row)
@@ -86,7 +86,7 @@ async def logp_at(weights: LogWeights, index: int) -> float:
     """Return one element of a row; concurrent calls share one transfer to the host.
 
     Args:
-        weights: Log-weights, float ``[V]``; see ``draw_from``.
+        weights: ``V`` log-weights, float ``[V]``; see ``draw_from``.
         index: Index of the element.
 
     Raises:
@@ -199,7 +199,7 @@ def _tensor_of(row: LogWeights) -> tuple[torch.Tensor, Hashable]:
 
 
 def _stacked(group: Sequence[_Entry]) -> torch.Tensor:
-    """Return a copy of a group's rows, in at least float32: ``[N, V]``."""
+    """Return a copy of a group's rows as one table, in at least float32."""
     import torch
 
     rows = torch.stack([entry.row for entry in group])
@@ -215,9 +215,9 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _normalise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise log-weights ``[..., V]`` in place; return them and their log-sum-exps.
+    """Normalise rows along the last dimension, in place; return them and their log-sum-exps.
 
-    A row of ``-inf`` alone stays unchanged.
+    A row whose elements are all ``-inf`` stays unchanged.
     """
     largest = _largest(rows)
     log_sums = rows.sub_(largest).exp().sum(-1, keepdim=True).log()
@@ -227,7 +227,7 @@ def _normalise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
-    """Return each row's largest log-weight, or 0 for a row of ``-inf`` alone: ``[..., 1]``."""
+    """Return each row's maximum, or 0 if all are ``-inf``; the last dimension has size 1."""
     largest = rows.amax(-1, keepdim=True)
     return largest.masked_fill(largest == -math.inf, 0)
 
@@ -243,7 +243,7 @@ def temper(row: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the log-probabilities of a row at a temperature; at 1, return ``row`` itself.
 
     Args:
-        row: Log-probabilities or other log-weights, float ``[..., V]``. Not modified.
+        row: Rows of ``V`` log-probabilities or other log-weights, float ``[..., V]``. Not modified.
         temperature: Number above 0 that divides the row before the row is normalised.
 
     Raises:
@@ -267,8 +267,8 @@ def gumbel_max(log_weights: torch.Tensor) -> torch.Tensor:
     """Draw an index from each row: the argmax of the log-weights plus Gumbel noise.
 
     Args:
-        log_weights: Float ``[..., V]``, normalised or not; a row of ``-inf`` alone gives an
-            arbitrary index.
+        log_weights: Rows of ``V`` log-weights, float ``[..., V]``, normalised or not. A row whose
+            elements are all ``-inf`` gives an arbitrary index.
 
     Returns:
         int64 ``[...]``, on the device of the log-weights.
@@ -319,8 +319,8 @@ def set_draw_method(method: str | Picker) -> None:
     """Set the drawing method of all later batches in the process.
 
     Args:
-        method: A name in ``DRAW_METHODS``, or a function from log-weights ``[N, V]``, which it does
-            not modify, to indices, int64 ``[N]``.
+        method: A name in ``DRAW_METHODS``; or a function that takes ``N`` rows of ``V`` log-weights
+            ``[N, V]``, leaves them unmodified, and returns indices, int64 ``[N]``.
 
     Raises:
         KeyError: If there is no method of that name.

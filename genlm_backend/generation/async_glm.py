@@ -52,14 +52,15 @@ class AsyncGLM(OfOneProcess):
     Args:
         model: A causal language model of transformers, or an ``AsyncLM``, which ``shutdown`` does
             not close.
-        tokenizer: The model's tokenizer; optional, since tasks are token ids.
+        tokenizer: Tokenizer of a transformers model; optional, since tasks are token ids.
         max_queue_size: Largest number of tasks that may wait to be run; 1 or more.
         generation_kwargs: Default options of the tasks; see ``HONOURED``.
         max_running: Most texts and beams to run at once; by default the model's ``batch_size``.
 
     Raises:
-        GenerationConfigError: (``ValueError``) If ``generation_kwargs`` has an option that is not
-            in ``HONOURED`` or not valid, or ``max_queue_size`` or ``max_running`` is below 1.
+        GenerationConfigError: (``ValueError``) If ``generation_kwargs`` is no mapping, or has an
+            option that is invalid or not in ``HONOURED``; if ``max_queue_size`` or ``max_running``
+            is not an integer of 1 or more.
         OptionTypeError: (``TypeError``) If ``model`` is of another type.
     """
 
@@ -136,7 +137,7 @@ class AsyncGLM(OfOneProcess):
 
         Args:
             inputs: Token ids ``[length]`` or ``[batch, length]``, or a mapping with ``input_ids``
-                and an ``attention_mask`` that is 0 at the padding, left or right of a prompt. A
+                and, if rows are padded left or right, an ``attention_mask``, 0 at the padding. A
                 collator's ``token_type_ids`` and ``labels`` are ignored. For a model that reads
                 pictures, the output of its processor for one prompt, with ``pixel_values``.
             generation_kwargs: Options that override the constructor's.
@@ -286,7 +287,7 @@ class AsyncGLM(OfOneProcess):
             self._is_shut_down = True
             tasks, engine = list(self._tasks.values()), self._engine
         if engine is not None:
-            with contextlib.suppress(ModelStateError):  # it may have ended, as at exit
+            with contextlib.suppress(ModelStateError):  # the engine may have ended, as at exit
                 engine.shut_model(_NAME)  # raises in callers that wait for room in the queue
             if wait:
                 concurrent.futures.wait([task.result for task in tasks], timeout)

@@ -37,10 +37,10 @@ class BeamSearch(TextSequence):
 
     # Beam search (Lowerre, 1976): each step extends each beam by every token and keeps the best
     # that have not ended. The score of an ended text is its sum of log-probabilities / length **
-    # ``length_penalty``, without the prompt (Wu et al., 2016, arXiv:1609.08144). The operations
-    # run in float32 in the order of transformers' ``model.generate``, so that the texts are the
-    # same. ``beam_early_stopping`` decides whether the search ends as soon as ``num_beams`` texts
-    # have ended, or goes on while a beam may still beat the worst of them.
+    # ``length_penalty``; sum and length exclude the prompt (Wu et al., 2016, arXiv:1609.08144).
+    # The operations run in float32 in the order of transformers' ``model.generate``, so that the
+    # texts are the same. ``beam_early_stopping`` decides whether the search ends as soon as
+    # ``num_beams`` texts have ended, or goes on while a beam may still beat the worst of them.
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
         super().__init__(lm, prompt, config)
         first = _Beam(list(prompt.token_ids), 0.0)
@@ -59,7 +59,7 @@ class BeamSearch(TextSequence):
         self._rows = torch.stack(list(rows))
 
     def choose(self) -> list[GeneratedToken]:
-        """Extend the beams by a token; return the best texts' tokens once the search has ended."""
+        """Extend beams by a token; if the search ends, return the best texts' tokens, else none."""
         rows, beams, config = self._rows, self._beams, self._config
         assert rows is not None
         self._rows = None
@@ -108,7 +108,7 @@ class BeamSearch(TextSequence):
     # ---------------------------------------------------------------- scores
 
     def _score(self, beam: _Beam, length: int) -> float:
-        """Return a beam's score if it ended at ``length``, which includes the prompt."""
+        """Return the score that a beam would have if it ended at ``length``, prompt included."""
         penalty = (length - len(self._prompt.token_ids)) ** self._config.length_penalty
         return float(torch.tensor(beam.score, dtype=torch.float32) / penalty)
 

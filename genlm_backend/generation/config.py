@@ -77,7 +77,8 @@ class MultiMediaInfo:
             ``[height, width, 3]``, paths or the bytes of files.
 
     Raises:
-        GenerationConfigError: (``ValueError``) If ``images`` is not a list.
+        GenerationConfigError: (``ValueError``) If ``images`` is not iterable, or is a string, bytes
+            or a mapping.
     """
 
     images: Sequence[Any]
@@ -88,7 +89,7 @@ class MultiMediaInfo:
 
 
 DEFAULT_MAX_NEW_TOKENS: Final = 20
-"""Most tokens of a text if no length is given; ``model.generate`` has the same default."""
+"""Default ``max_new_tokens`` of ``generate`` and ``stream``, as of ``model.generate``."""
 
 _BOUNDS = ("top_k", "top_p", "min_p")
 """Sampling filters; giving one turns sampling on, unless the temperature is 0."""
@@ -152,8 +153,9 @@ class GenerationConfig(CheckedConfig):
     Every field is checked at construction; ``replace`` returns a changed copy.
 
     Attributes:
-        do_sample: Whether to sample, or to decode greedily; ``None`` samples if ``temperature``,
-            ``top_k``, ``top_p`` or ``min_p`` is given, and ``temperature`` is not 0.
+        do_sample: Whether to sample; otherwise decoding is greedy or a beam search. ``None``
+            samples if ``temperature``, ``top_k``, ``top_p`` or ``min_p`` is given, and
+            ``temperature`` is not 0.
         temperature: Divides the logits; ``None`` for 1. 0 is greedy, and infinity samples
             uniformly from the possible tokens.
         top_k: Sample from the ``top_k`` most probable tokens; ``None``, 0 or a number above the
@@ -177,7 +179,8 @@ class GenerationConfig(CheckedConfig):
         stop_words_ids: Lists of token ids; a text is complete once its last tokens are one of
             these lists. ``None`` means none, as for ``stop`` and ``bad_words_ids``.
         stop: Strings that end a text; the text is cut off before the first that occurs in it.
-        bad_words_ids: Lists of token ids; no generated text contains one of these sequences.
+        bad_words_ids: Lists of token ids; no generated text contains one of these sequences. A
+            list of one EOS token has no effect.
         repetition_penalty: Above 0; 1 for none. Divides the positive logits of tokens that have
             occurred, and multiplies their negative logits (Keskar et al., 2019). In beam search,
             it multiplies their log-probabilities.
@@ -202,7 +205,7 @@ class GenerationConfig(CheckedConfig):
         mm_info: The pictures in the prompt.
 
     Raises:
-        GenerationConfigError: (``ValueError``) Naming the field.
+        GenerationConfigError: (``ValueError``) If a value is invalid; the message names the field.
     """
 
     do_sample: bool | None = checked_field(None, optional(switch))

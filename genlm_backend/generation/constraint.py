@@ -44,7 +44,7 @@ from genlm_backend.readouts.draw import PackedMask, as_scores
 from genlm_backend.readouts.sample_readout import log_mass, log_sum
 
 _MOST_OF_A_ROW: Final = 0.1
-"""Largest accepted log of a row's total probability; rounding to bfloat16 adds less to it."""
+"""Largest accepted log of the allowed tokens' total probability; bfloat16 rounding adds less."""
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """Without ``no_forcing``, llguidance allows only one tokenisation of text that a grammar forces.

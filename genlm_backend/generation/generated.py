@@ -16,8 +16,8 @@ class GeneratedToken:
 
     Attributes:
         token_id: The token's id.
-        text: The characters that this token completes; empty while a character or a possible
-            stop string is incomplete.
+        text: The characters that this token completes. Before the last token, an incomplete
+            character or a possible beginning of a stop string waits for a later token.
         logprob: The model's log-probability of the token, if requested.
         top_logprobs: The most probable tokens at its position, each an id and a log-probability,
             if requested.
@@ -61,7 +61,7 @@ class Generation:
     """A generated text.
 
     Attributes:
-        token_ids: Its token ids, including the id of the token that ended it.
+        token_ids: Its token ids, including the id of any token that ended it.
         text: Its characters, without special tokens, cut off before a stop string.
         finish_reason: ``"eos"``, ``"stop"`` or ``"length"``; in an engine, also ``"interrupted"``.
         tokens: Each token with the requested log-probabilities.
@@ -183,8 +183,8 @@ class RequestStatistics(Readable):
     Attributes:
         time_in_queue: From its start until its first query to the model.
         time_to_first_token: From its start until its first token.
-        time_per_token: Time from its first to its last token, divided by n - 1 if its longest
-            text has n tokens (the texts of a request are generated concurrently).
+        time_per_token: Time from its first to its last token, divided by n - 1, where n is
+            the length of its longest text (the texts of a request are generated concurrently).
         time_in_total: From its start until it ended, or until now.
         num_prompt_tokens: Tokens of the prompt.
         num_generated_tokens: Tokens generated, in all texts.

@@ -82,8 +82,8 @@ async def generate(
         **fields: Fields that override those of ``config``.
 
     Returns:
-        The list of the prompt's texts; for several prompts, a list of such lists. Each text is
-        sampled with its own random stream.
+        The list of the prompt's texts; for several prompts, a list of such lists. Each
+        sampled text has its own random stream.
 
     Raises:
         ContextError: (``ValueError``) If a prompt is empty, leaves no room for a token, or

@@ -45,7 +45,7 @@ class Prompt:
         config: GenerationConfig,
         max_length: int | None = None,
     ) -> Prompt:
-        """Encode and check a prompt; ``max_length`` limits prompt and text, as ``config`` does."""
+        """Encode and check a prompt; ``max_length`` is another bound like ``config.max_length``."""
         context = _context(lm, prompt, config)
         token_ids = tuple(context)
         lm.check_adapter(config.lora_name)
@@ -143,7 +143,7 @@ check_texts: Final[Check[tuple[Any, ...]]] = sequence(
 
 
 def ids_of(input_ids: Any) -> Any:
-    """Return ``input_ids``, or its only row if it is an array or tensor of shape ``[1, n]``."""
+    """Return ``input_ids``, or its only row if it is an array or tensor ``[1, length]``."""
     if getattr(input_ids, "ndim", 1) == 2 and input_ids.shape[0] == 1:
         return input_ids[0]
     return input_ids
@@ -165,7 +165,7 @@ def _max_length(
         None if config.max_new_tokens is None else prompt_length + config.max_new_tokens,
         config.max_length,
         max_length,
-        None if lm.max_length is None else lm.max_length + 1,  # no pass reads the last token
+        None if lm.max_length is None else lm.max_length + 1,  # the last token is never evaluated
     ]
     known = [limit for limit in limits if limit is not None]
     if not known:

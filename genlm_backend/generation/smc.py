@@ -49,10 +49,11 @@ class WeightedTexts:
     Attributes:
         texts: The text of each particle, without the prompt and special tokens.
         token_ids: The token ids of each text, including any token that ended it.
-        log_weights: The log-weight of each text, ``-inf`` for a weight of 0: float64 ``[N]``.
+        log_weights: The log-weight of each text, ``-inf`` for a weight of 0: float64 ``[texts]``.
         log_z: The logarithm of the estimated normalising constant: the probability that a text of
             the model is allowed, times the mean of ``exp(twist)`` over allowed texts.
-        log_z_error: Standard error of ``log_z``, from the spread over repeats; NaN for one repeat.
+        log_z_error: Standard error of ``log_z``, from the spread over repeats; NaN for one repeat,
+            or if all weights are 0.
         ess: Each repeat's effective sample size, before resampling: float64 ``[steps, repeats]``.
         group: The particles, one group per repeat.
     """
@@ -67,7 +68,7 @@ class WeightedTexts:
 
     @property
     def weights(self) -> NDArray[np.float64]:
-        """The normalised weights; all are 0 if each log-weight is ``-inf``: float64 ``[N]``."""
+        """The normalised weights; all are 0 if each log-weight is ``-inf``: float64 ``[texts]``."""
         largest = self.log_weights.max()
         if largest == -math.inf:
             return np.zeros(len(self.texts))
@@ -233,7 +234,7 @@ def _end_ids(lm: AsyncLM, ends: Any) -> frozenset[int]:
 def _ended(
     draws: Draws, states: list[Constraint] | None, ends: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Advance any constraints by the drawn tokens; return the particles to finish: bool ``[N]``."""
+    """Advance any constraints by the draws; return which particles end: bool ``[particles]``."""
     if states is None:
         return np.isin(draws.token_ids, ends)
     for state, token_id in zip(states, draws.token_ids.tolist(), strict=True):
@@ -245,7 +246,7 @@ def _ended(
 async def _twists(
     twist: Callable[[tuple[int, ...]], Any], group: ParticleGroup, draws: Draws
 ) -> NDArray[np.float64]:
-    """Return each particle's twist, 0 for a particle that drew no token: float64 ``[N]``."""
+    """Return each particle's twist, 0 for one that drew no token: float64 ``[particles]``."""
     ids, chosen = group.token_ids(), np.flatnonzero(draws.token_ids >= 0)
     values = [twist(tuple(ids[i])) for i in chosen.tolist()]
     if any(map(inspect.isawaitable, values)):

@@ -1,4 +1,4 @@
-"""TextSequence: generates texts after a prompt, step by step; Sample: one sampled text."""
+"""TextSequence: generates texts after a prompt, step by step; Sample: a sampled or greedy text."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ class TextSequence(abc.ABC):
         return "length" if len(context) >= self.max_length else None
 
     def _is_end(self, token_id: int) -> bool:
-        """Return whether the token chosen last ends its text, instead of being a part of it."""
+        """Return whether a token ends its text; with a constraint, pass only the latest token."""
         if self._constraint is not None:
             return self._constraint.is_ended
         return token_id in self._prompt.eos_token_ids
 
     def _bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to the text: none if it is special or ends it."""
+        """Return the bytes that a token adds to the text: none if special or ending the text."""
         is_silent = token_id in self._lm.special_ids or self._is_end(token_id)
         return b"" if is_silent else self._lm.byte_vocab[token_id].byte_string
 
@@ -131,7 +131,7 @@ class Text:
 
 @final
 class Sample(TextSequence):
-    """A sampled text; the model draws its tokens if no logits are processed or masked here."""
+    """A sampled or greedy text, drawn by the model unless logits are processed or masked here."""
 
     def __init__(
         self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig, number: int, stream: int
@@ -223,7 +223,7 @@ def make_processors(
     config: GenerationConfig, prompt_length: int, eos_token_ids: list[int]
 ) -> LogitsProcessorList:
     """Return a configuration's logits processors: first transformers', then OpenAI's penalties."""
-    made = LogitsProcessorList()  # called with ids [texts, n] and scores [texts, vocab]
+    made = LogitsProcessorList()  # called with ids [texts, length] and scores [texts, vocab]
     if config.repetition_penalty != 1:
         penalty = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)
         is_late = config.suppress_repetition_in_generation
@@ -246,7 +246,7 @@ def make_processors(
 class _OfGenerated:
     """Calls a logits processor with only the generated ids; without any, scores do not change."""
 
-    # Not a partial: transformers would inspect its signature at each token, which takes 0.3 ms.
+    # Not a partial: transformers inspects signatures at each token, and a partial's takes 0.3 ms.
 
     def __init__(self, processor: Callable[..., Any], prompt_length: int) -> None:
         self._processor = processor

@@ -1,4 +1,4 @@
-"""Model ``genlm`` of lm-evaluation-harness, which runs the harness's tasks on any ``AsyncLM``."""
+"""Model ``genlm`` for lm-evaluation-harness: any ``AsyncLM`` can run the harness's tasks."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class _Asked(NamedTuple):
 class HarnessLM(TemplateLM):
     """A model of lm-evaluation-harness that runs on an ``AsyncLM``.
 
-    Importing this module registers the class as ``genlm``. Contexts and continuations are tokenized
-    and truncated from the left as in the harness's transformers model (``hf``). So log-likelihoods
+    Importing this module registers the class as ``genlm``. Texts are tokenized, and contexts are
+    truncated from the left, as in the harness's transformers model (``hf``). So log-likelihoods
     and greedy texts agree with that model's up to rounding. Prefixes that requests share, such as
     few-shot examples, are computed once if the model caches keys and values.
 
@@ -334,7 +334,7 @@ class HarnessLM(TemplateLM):
                 fields.pop(name, None)
         elif "seed" not in fields:  # draw one from torch's generator, which the harness seeds
             fields["seed"] = int(torch.randint(1 << 62, (), dtype=torch.int64))
-        # Special tokens add no characters to a text, so ends with one are matched by ids too.
+        # Generated text has no special tokens, so match strings that contain some by ids too.
         ends = {end: self.tok_encode(end, add_special_tokens=False) for end in until}
         special = [ids for ids in ends.values() if not self.lm.special_ids.isdisjoint(ids)]
         config = GenerationConfig(

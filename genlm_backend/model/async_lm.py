@@ -419,7 +419,7 @@ class AsyncLM(Closing):
     async def score(
         self, prompt: TokenIds, continuation: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return the log-probability of each token of a continuation: float32 ``[n]``.
+        """Return each continuation token's log-probability: float32 ``[len(continuation)]``.
 
         Up to rounding, each equals that token's entry in the row of all tokens before it. If the
         backend can score whole texts (``AsyncTransformer`` for most models, vLLM for most texts),
@@ -612,10 +612,11 @@ class AsyncLM(Closing):
     ) -> list[Draw]:
         """Draw ``n`` alternatives for the next token at once, from one row.
 
-        Up to rounding, they equal the results of ``n`` calls of ``draw_next_token`` with the same
-        generator. With ``distinct``, they are drawn without replacement, in proportion to
-        probability. They then have the distribution of the ``n`` tokens with the largest
-        Gumbel-perturbed log-probabilities, in order (Kool et al., 2019, arXiv:1903.06059).
+        Without ``distinct``, they equal, up to rounding, the results of ``n`` calls of
+        ``draw_next_token`` with the same generator. With ``distinct``, they are drawn without
+        replacement, in proportion to probability. They then have the distribution of the ``n``
+        tokens with the largest Gumbel-perturbed log-probabilities, in order (Kool et al., 2019,
+        arXiv:1903.06059).
         The ``log_allowed`` and ``log_proposal`` of a draw refer to the tokens not drawn before it.
 
         Args:
@@ -627,7 +628,7 @@ class AsyncLM(Closing):
             **options: Options of ``draw_next_token``. ``n`` numbers are taken from ``generator``,
                 none at temperature 0. ``top_k``, ``top_p`` and ``min_p`` are applied once, before
                 the first draw. Distinct draws at ``temperature=0`` are the most probable tokens in
-                order. If no token is possible, ``"return"`` gives ``n`` draws without a token.
+                order. If no token is possible, ``impossible="return"`` gives ``n`` draws of id -1.
 
         Raises:
             Exception: Any error of ``draw_next_token``; also ``OptionError`` (``ValueError``) if
@@ -884,7 +885,7 @@ class AsyncLM(Closing):
         A name that is already in use is bound to a newly loaded adapter. The old adapter answers
         earlier queries and the new one later queries; a running generation or search looks the
         name up at each step. The call waits for the earlier queries, then frees the old adapter
-        and clears the cache, as ``remove_lora`` does.
+        and clears the cache.
 
         Args:
             lora_path: A directory in PEFT's format, or a repository on the hub.
@@ -897,7 +898,7 @@ class AsyncLM(Closing):
         raise AdapterError(f"{type(self).__name__} accepts no LoRA adapters, got {lora_name!r}")
 
     def remove_lora(self, lora_name: str) -> None:
-        """Remove a LoRA adapter that ``add_new_lora`` has loaded.
+        """Remove a LoRA adapter that ``add_new_lora`` has loaded, and clear the cache.
 
         Queries for this adapter that are still waiting get an ``UnknownAdapterError``.
 
@@ -918,7 +919,7 @@ class AsyncLM(Closing):
         self.check_adapter(lora_name)
 
     def _normalize(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the log-softmax of logits ``[..., n]``, cut or padded to the vocabulary's size."""
+        """Return the log-softmax over the last axis, cut or padded to the vocabulary's size."""
         missing = len(self.byte_vocab) - logits.shape[-1]
         padded = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
         return padded.log_softmax(-1)
@@ -947,7 +948,7 @@ class AsyncLM(Closing):
         return LMStatistics()
 
     def close(self) -> None:
-        """Raise an error in every waiting caller, and free the model; later calls do nothing."""
+        """Raise an error in every waiting caller, and free the model; do nothing if closed."""
 
 
 def _listed(token_ids: TokenIds) -> TokenIds:

@@ -110,7 +110,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     Raises:
         OptionTypeError: (``TypeError``) If an option has a wrong type.
-        OptionError: (``ValueError``) If an option is out of its bounds.
+        OptionError: (``ValueError``) If an option is out of its bounds, or the evaluator belongs to
+            another model.
         DeviceError: (``ValueError``) If ``output_device`` does not exist.
         TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be determined.
     """
@@ -179,7 +180,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     def __repr__(self) -> str:
         name, size = type(self).__name__, len(getattr(self, "byte_vocab", ()))
-        if not size:  # the constructor has raised
+        if not size:  # the constructor has raised, or still runs
             return f"<{name}>"
         device = "" if self.model_device is None else f" on {self.model_device}"
         capacity, num_states = self.kv_capacity, self._info.num_states
@@ -266,7 +267,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     async def _scored(self, asked: list[ScoreQuery], lora_name: str | None) -> list[torch.Tensor]:
         self._batcher.check_open()
         self._before_wait()
-        # Without ``reads_out``, an evaluator scores texts but returns no ``ScoreExtras``.
+        # An evaluator with ``scores`` but without ``reads_out`` returns no ``ScoreExtras``.
         if self._info.scores and (self._info.reads_out or not any(q.needs_row for q in asked)):
             return await self._submit_all(asked)
         return await scores_of_rows(asked, self._rows_of, self.batch_size)
@@ -317,7 +318,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._before_wait()
         is_here = type(self._batcher) is Batcher
         is_here = is_here and not isinstance(self._evaluator, RestartableEvaluator)
-        # Draws follow the pass unless another process would send its rows or this call blocks.
+        # ``with_draws`` is called during the pass, and its draws are made from the pass's rows. But
+        # it is called before the pass if another process would send the rows, or this call blocks.
         if with_draws is not None and (not is_here or await is_blocking()):
             steps, with_draws = with_draws(), None
         own = [replace(step, adapter=adapter) for step in steps]
@@ -348,7 +350,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     # ------------------------------------------------------- the worker thread and its queue
 
     def _call(self, method: Callable[[], T]) -> T:
-        """Block until ``method`` has run on the worker, after sent batches; return its result."""
+        """Block until the worker has run ``method``, after all sent batches; return its result."""
         return self._batcher.call(method)
 
     def _call_for(self, query: RowQuery, method: Callable[[], T]) -> T:
@@ -421,7 +423,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
         """Compute a prompt now and pin its keys and values until the KV cache is cleared.
 
-        Caching is automatic: this call only protects the prompt from eviction. Blocks the thread.
+        Prompts are cached without this call, but can be evicted then. Blocks the thread.
         For a model without ``kv_reuse``, this call pins nothing. If a model has several replicas,
         each of them keeps the prompt.
 
@@ -440,27 +442,27 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._is_kept(query)
 
     def clear_kv_cache(self) -> None:
-        """Drop every cached key and value, pinned ones too. Answers stay the same.
+        """Drop all cached keys, values and recurrent states, pinned ones too.
 
-        Blocks the thread until the current batch is done.
+        Answers stay the same. Blocks the thread until the current batch is done.
         """
         self._clear_by(self._evaluator.clear)
 
     def _is_kept(self, query: RowQuery) -> None:
-        """Hook for subclasses, called on the caller's thread after a context has been cached."""
+        """Hook for subclasses, called last by ``cache_kv`` and ``load_prefix``, on their thread."""
 
     def save_prefix(
         self, token_ids: TokenIds, path: str | Path, lora_name: str | None = None
     ) -> None:
         """Compute a prompt and write its keys and values to a file, for ``load_prefix``.
 
-        The safetensors file holds the token ids, the keys and values in their cached format, and
-        digests of the model and adapter they depend on. It is written atomically and replaces an
-        existing file. Blocks the thread.
+        The safetensors file holds the token ids, the keys, values and any recurrent state in
+        their cached format, and digests of the model and the adapter. It is written atomically and
+        replaces an existing file. Blocks the thread.
 
         Raises:
-            CacheError: If the prompt does not fit into ``kv_cache_bytes``, or the model keeps no
-                keys and values.
+            CacheError: If the prompt does not fit into ``kv_cache_bytes``, its row is NaN, or the
+                model cannot save prefixes.
             PictureError: (``ValueError``) If the prompt begins with pictures.
             OSError: If the file cannot be written. If that is known in advance, nothing is
                 computed.
@@ -485,8 +487,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
         Raises:
             PrefixFileError: (``ValueError``) If the file is from a model with another config, other
                 weights, another adapter or ``kv_cache_dtype``, or if it is truncated or changed.
-            CacheError: If the prompt does not fit into ``kv_cache_bytes``, or the model keeps no
-                keys and values.
+            CacheError: If the prompt does not fit into ``kv_cache_bytes``, or the model cannot load
+                prefixes.
             OSError: If the file cannot be read.
         """
         where = absolute_path("path", path)
@@ -522,7 +524,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._pictures.processor = processor
 
     def _asker(self) -> Callable[[Callable[[Evaluator], Any]], Any]:
-        """Return a function that runs ``method(evaluator)`` on the worker and keeps no ``self``."""
+        """Return ``ask``, which runs ``method(evaluator)`` on the worker and holds no ``self``."""
         before_wait, batcher, evaluator = self._before_wait, self._batcher, self._evaluator
 
         def ask(method: Callable[[Evaluator], Any]) -> Any:
@@ -562,14 +564,14 @@ class BatchedLM(OfOneProcess, AsyncLM):
             self._call(lambda: self._remove(replaced))
 
     def remove_lora(self, lora_name: str) -> None:
-        """Remove an adapter, and clear the cache.
+        """Remove an adapter, and drop all cached rows, keys and values.
 
         Queries for this adapter that are still waiting get an ``UnknownAdapterError``.
         """
         self._call(lambda: self._remove(self._named(lora_name)))
 
     def _drain(self, adapter: Adapter) -> None:
-        """Block until all queries made so far, at least those with ``adapter``, are answered."""
+        """Block until all queries made so far, and in overrides other uses of ``adapter``, end."""
         self._batcher.drain()
 
     def _remove(self, adapter: Adapter) -> None:
@@ -592,9 +594,9 @@ class BatchedLM(OfOneProcess, AsyncLM):
     # ---------------------------------------------------------------- housekeeping
 
     def clear_cache(self) -> None:
-        """Drop every cached row, key and value, pinned ones too. Answers stay the same.
+        """Drop all cached rows, keys, values and recurrent states, pinned ones too.
 
-        Blocks the thread until the current batch is done.
+        Answers stay the same. Blocks the thread until the current batch is done.
         """
 
         def clear() -> None:

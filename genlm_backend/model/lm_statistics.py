@@ -20,12 +20,12 @@ class LMStatistics(Readable, EvaluatorCounts):
     """Counts since the model was loaded, and the present sizes of its caches.
 
     Attributes:
-        num_awaits: Requests by any method: for rows, for readouts, and for texts that are scored
-            in one pass.
+        num_awaits: Requests by any method: for rows, for readouts, for steps of particles, and for
+            texts that are scored in one pass.
         num_batches: Batches evaluated.
         num_forwards: Forward passes of the model; a batch may take several (contexts of very
             different lengths, chunks of a long one) and a mock takes none.
-        batch_sizes: Number of batches by number of distinct queries; a step of particles is one.
+        batch_sizes: Number of batches by number of distinct queries; a particle step is one query.
         tokens_computed: Tokens that went through the model, without padding.
         tokens_reused: Tokens that were found in the cache instead of being computed.
         row_cache_hits: Awaits answered from the row cache.

@@ -26,7 +26,7 @@ class AdapterNames:
     """Loaded adapters by name; only the worker thread changes them, any thread may read them."""
 
     def __init__(self) -> None:
-        # ``_named`` and ``_loaded`` are never mutated: other threads read them without a lock.
+        # These two are replaced, never mutated: other threads read them without a lock.
         self._named: Mapping[str, Adapter] = {}
         self._loaded: frozenset[Adapter] = frozenset()
         self._numbers = itertools.count(1)  # unique per load, unlike names, which can be reused
@@ -58,7 +58,7 @@ class AdapterNames:
         return named[name]
 
     def error_of(self, query: Query) -> UnknownAdapterError | None:
-        """Return an error if the query's adapter has been removed or replaced, else ``None``."""
+        """Return an error if the query's adapter is no longer loaded, else ``None``."""
         adapter = query.adapter
         if adapter is None or adapter in self._loaded:
             return None
@@ -83,7 +83,7 @@ class ResultCollector:
         self._undefined = torch.tensor(self._evaluator.undefined_ids, dtype=torch.int64)
 
     def weight(self, query: Query) -> float:
-        """Return a query's weight in a batch: 1 if the evaluator has a ``max_batch_size``."""
+        """Return 1 if the evaluator has a ``max_batch_size``, else the query's own ``weight``."""
         return 1.0 if self._is_bounded else query.weight
 
     def forward_key(self, query: Query) -> Hashable:

@@ -34,7 +34,7 @@ class Pictures:
         inputs: The other arguments of the model's ``forward``, by name. Those with one element
             for each token of the opening are of shape ``[1, num_tokens]``.
         of_tokens: Names of the inputs with one element for each token.
-        suffix: The value of inputs ``of_tokens`` for each token after the opening.
+        suffix: The value, for each token after the opening, of the inputs in ``of_tokens``.
         image_token_id: The placeholder id, the same for all parts of all pictures.
         keeps: Whether text after the opening is computed from the opening's cached keys and values;
             if not, every pass runs the whole context.
@@ -77,7 +77,7 @@ class Pictures:
         return [token_id if token_id >= 0 else self.image_token_id for token_id in packed]
 
     def inputs_for(self, num_tokens: int) -> dict[str, torch.Tensor]:
-        """Return the inputs for a context of ``num_tokens`` tokens; pads those ``of_tokens``."""
+        """Return the inputs for a context of ``num_tokens`` tokens, with ``of_tokens`` padded."""
         rest = num_tokens - self.num_tokens
         return {
             name: torch.nn.functional.pad(value, (0, rest), value=self.suffix)
@@ -123,7 +123,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 @final
 @dataclass(frozen=True, slots=True)
 class PictureRules:
-    """How a model computes contexts with pictures, as ``Evaluator.picture_rules`` returns it.
+    """How a model computes contexts with pictures; ``Evaluator.picture_rules`` finds it out.
 
     Attributes:
         is_prompt_one: Whether prompt tokens attend to later ones too (PaliGemma), so that the whole

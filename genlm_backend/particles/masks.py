@@ -14,7 +14,8 @@ from genlm_backend.errors import OptionError, OptionTypeError
 from genlm_backend.readouts.draw import packed_mask
 
 Masks = tuple[NDArray[np.uint8], NDArray[np.int64]]
-"""Bits of masks, uint8 ``[M, ceil(V / 8)]``; index of each particle's mask or -1, ``[n]``."""
+"""Bits of ``M`` masks, uint8 ``[M, ceil(vocab_size / 8)]``; and for each particle the index of
+its mask, or -1 if all tokens are allowed."""
 
 
 def to_array(name: str, values: Any) -> NDArray[Any]:
@@ -30,7 +31,7 @@ def to_array(name: str, values: Any) -> NDArray[Any]:
 def masks_of(
     allowed: Any, vocab_size: int, active: NDArray[np.int64], num_particles: int
 ) -> Masks | None:
-    """Check ``allowed`` of ``ParticleGroup.draw``; return the masks of ``active``, or ``None``."""
+    """Check ``allowed`` of ``draw``; return masks of the ``active`` particles; ``None`` stays."""
     if allowed is None:
         return None
     if isinstance(allowed, torch.Tensor):
@@ -68,7 +69,7 @@ def _check_rows(name: str, table: NDArray[Any], num_rows: int, vocab_size: int, 
 
 
 def _of_each(own: list[Any], active: NDArray[np.int64], vocab_size: int) -> Masks:
-    """Return masks of ``active``, whose entries are ``own``; equal constraint states share one."""
+    """Return the masks of particles, given their entries of ``allowed``; equal states share one."""
     index_of, keys = dict[Any, int](), list[Any]()
     for one in own:
         key = one.state_key if hasattr(one, "state_key") else id(one)
@@ -97,7 +98,7 @@ def _bits(packed: Sequence[bytes]) -> NDArray[np.uint8]:
 
 
 def check_ids(name: str, values: Any, num_particles: int, vocab_size: int) -> NDArray[np.int32]:
-    """Check a token id for each particle, or -1 for no token; return the ids as int32 ``[N]``."""
+    """Check a token id for each particle, or -1 for no token; return the ids as an int32 array."""
     ids = to_array(name, values)
     if ids.dtype.kind not in "iu" and ids.size:
         raise OptionTypeError(f"{name} must be integers [{num_particles}], got {shown(values)}")

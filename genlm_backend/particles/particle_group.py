@@ -14,6 +14,9 @@ has arrived. So after a cancelled or failed draw, the next one takes the same ra
 **Random numbers** come from Philox by (seed, index of the particle, number of draws so far). So a
 draw depends neither on other queries of its batch nor on which particles are finished. Copies of
 a particle have other indices, so that they draw differently.
+
+**Shapes.** ``N`` particles, of which ``n`` are active, meaning neither finished nor dead; ``G``
+groups; ``V`` token ids; ``R`` rows, one for each distinct context.
 """
 
 from __future__ import annotations
@@ -76,15 +79,16 @@ class ParticleModel(Protocol):
 
 
 class Draws(NamedTuple):
-    """The next tokens of a group's particles, in arrays ``[N]``.
+    """The next tokens of a group's ``N`` particles, in arrays ``[N]``.
 
     Attributes:
-        token_ids: Ids of the tokens, int64; -1 for a particle that is finished, dead or *stuck*,
-            which means that no allowed token is possible.
+        token_ids: Ids of the tokens, int64; -1 for a particle that is finished, dead or *stuck*. A
+            particle is stuck if no allowed token is possible.
         logprobs: Log-probabilities under the model at temperature 1, without masks and bounds:
-            float64. 0 for a finished particle; ``-inf`` for a dead or stuck one.
-        log_allowed: Log-mass, for each particle, of all tokens that could be drawn: float64.
-        log_proposals: Log-probabilities with which the tokens were drawn: float64.
+            float64. ``-inf`` for a dead or stuck particle; 0 for any other finished one.
+        log_allowed: Log-mass, for each particle, of all tokens that could be drawn: float64;
+            without a token, equal to ``logprobs``.
+        log_proposals: Log-probabilities with which the tokens were drawn: float64; 0 without one.
     """
 
     token_ids: Indices
@@ -99,10 +103,10 @@ class Draws(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a group's distinct contexts.
+    """The rows of the ``R`` distinct contexts of ``N`` particles, each over ``V`` token ids.
 
     Attributes:
-        table: Log-probabilities of the next token: float32 ``[distinct, V]``, on the device of the
+        table: Log-probabilities of the next token: float32 ``[R, V]``, on the device of the
             model's rows.
         row_of: Index of each particle's row, int64 ``[N]``; -1 for a finished or dead particle.
     """
@@ -132,7 +136,8 @@ class ParticleGroup:
     A step is ``draw``, ``append``, ``reweight`` and, as needed, ``finish`` and ``resample``. A
     particle is *finished* once ``finish`` has marked it, and *dead* at a log-weight of ``-inf``; in
     both cases it draws no token. While a method of the group is awaited, calls that change or copy
-    the group, and further awaits, raise an error. One thread at a time may use a group.
+    the group, and further awaits, raise an error. One thread at a time may use a group. In shapes,
+    ``N`` is the number of particles, ``G`` of groups and ``V`` of token ids.
 
     Attributes:
         group_ids: Index of each particle's group: int64 ``[N]``.
@@ -162,7 +167,7 @@ class ParticleGroup:
         self.resampled, self.history = np.zeros(len(prompts), np.bool_), list[Indices]()
         # The tokens after the prompts. A step refers to this array, so written elements must never
         # change: ``append`` writes after the lengths that the step has copied.
-        self._tokens = np.zeros((size, 16), np.int32)  # [N, T] int32
+        self._tokens = np.zeros((size, 16), np.int32)  # [N, capacity] int32
         self._num_tokens = np.zeros(size, np.int64)
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
         self._prompt_lengths = lengths[group_ids]
@@ -217,7 +222,7 @@ class ParticleGroup:
         return np.divide(sums**2, squares, out=np.zeros(len(sums)), where=squares > 0)
 
     def _sums(self) -> tuple[Doubles, Doubles, Doubles]:
-        """Return each group's largest log-weight; the sums of ``weights`` and of their squares."""
+        """Return by group: largest log-weight; sums of weights relative to it, and of squares."""
         largest = np.full(self.num_groups, -math.inf)
         np.maximum.at(largest, self.group_ids, self._log_weights)
         largest[largest == -math.inf] = 0.0
@@ -265,7 +270,7 @@ class ParticleGroup:
             is_done: Whether to finish each particle: bool ``[N]``. Finished ones stay finished.
 
         Raises:
-            OptionTypeError: (``TypeError``) If it cannot be made an array.
+            OptionTypeError: (``TypeError``) If ``is_done`` cannot be made an array.
             OptionError: (``ValueError``) If the array is not ``N`` bools.
             ParticleError: (``RuntimeError``) While a method of the group is awaited.
         """
@@ -296,18 +301,18 @@ class ParticleGroup:
                 number of particles; 0 to 1.
             scheme: A name or a function, as in ``genlm_backend.resampling.SCHEMES``.
             retained: For conditional sequential Monte Carlo, the index of one particle of each
-                group, int ``[G]``, that stays where it is. Only with ``"multinomial"``, whose
-                other ancestors stay independent of it.
+                group, int ``[G]``. Each of these becomes its own ancestor. Only with
+                ``"multinomial"``: with other schemes, other ancestors would depend on it.
 
         Returns:
             The index of each particle's ancestor, int64 ``[N]``; its own index if its group was
             not resampled.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an argument has another type.
+            OptionTypeError: (``TypeError``) If an argument has a wrong type.
             OptionError: (``ValueError``) If ``threshold`` is out of its bounds, ``scheme`` is
                 unknown or returns wrong indices, or ``retained`` comes with another scheme, is
-                not one particle of each group, or names a dead particle.
+                not one particle of each group, or names a dead particle beside living ones.
             ParticleError: (``RuntimeError``) Between ``draw`` and ``append``, and while a method of
                 the group is awaited.
         """
@@ -362,7 +367,7 @@ class ParticleGroup:
         return kept.astype(np.int64)
 
     def _take(self, indices: Indices) -> None:
-        """Make each particle ``i`` a copy of ``indices[i]``, except for its log-weight."""
+        """Make each particle ``i`` a copy of particle ``indices[i]``, except for its log-weight."""
         self.is_done, self._tokens = self.is_done[indices], self._tokens[indices]
         self._num_tokens, self._hints = self._num_tokens[indices], self._hints[indices]
         self._last_tokens = self._last_tokens[indices]
@@ -453,9 +458,10 @@ class ParticleGroup:
             allowed: The tokens that may be drawn: one mask for all particles (bools ``[V]``, a
                 ``PackedMask`` or token ids in an array or set); bools ``[N, V]``; a list with a
                 mask, a ``Constraint`` or ``None`` for each particle; or a function without
-                arguments that returns one of these, called once on this thread: after a pass that
-                ``ahead`` started; during the pass if ``draw`` is awaited on a transformers or MLX
-                model in this process; else before. Constraints in equal states share a mask.
+                arguments that returns one of these. It is called once, on the caller's thread:
+                after the pass if ``ahead`` started the pass; during the pass if ``draw`` is awaited
+                on a transformers or MLX model in this process; else before the pass. Constraints in
+                equal states share a mask.
             allowed_by_group: Instead of ``allowed``, the tokens for each group: bools ``[G, V]``.
             temperature: As for ``draw_next_token``.
             top_k: As for ``draw_next_token``.
@@ -469,7 +475,7 @@ class ParticleGroup:
                 not affect a pass that has started. Not in ``draw_sync``: it needs an event loop.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an argument has another type.
+            OptionTypeError: (``TypeError``) If an argument has a wrong type.
             OptionError: (``ValueError``) If an argument is out of its bounds or has a wrong shape,
                 or if ``draw_sync`` gets ``ahead=True``.
             ContextError: (``ValueError``) If a context is empty or longer than the model's maximum.
@@ -581,7 +587,7 @@ class ParticleGroup:
     log_masses_sync = blocking(log_masses, "numbers")
 
     async def _read(self, readout: ReadoutOf) -> tuple[list[Any], Indices]:
-        """Return the answers for distinct contexts; and each particle's index there, or -1."""
+        """Return the answers for distinct contexts, and the index of each particle's, or -1."""
         with self._running():
             active = self._active()
             first, row_of = self._distinct(active)
@@ -640,8 +646,8 @@ class ParticleGroup:
         """Number the distinct contexts of the active particles.
 
         Returns:
-            A particle of each context, as an index into ``active``, int64 ``[R]``; and the number
-            of each active particle's context, int64 ``[n]``.
+            For each context, the index in ``active`` of one particle that has it, int64 ``[R]``;
+            and the number of each active particle's context, int64 ``[n]``.
         """
         lengths = (self._prompt_lengths + self._num_tokens)[active]
         most, longest = self._model.max_length, int(lengths.max(initial=0))
@@ -653,8 +659,8 @@ class ParticleGroup:
         hints = self._hints[active]
         are_near = (hints != 0) & (lengths - self._hinted_lengths[active] <= 1)
         if len(active) and are_near.all():
-            # A hint is the node of a context, or of all its tokens but the last. So contexts with
-            # equal hints, lengths and last tokens are equal.
+            # Each hint is the node of a whole context, or of all its tokens but the last. So
+            # contexts with equal hints, lengths and last tokens are equal.
             _, codes = np.unique(hints, return_inverse=True)
             codes = codes * (longest + 1) + lengths
             codes = codes * len(self._model.byte_vocab) + self._last_tokens[active]
@@ -741,8 +747,8 @@ class ParticleGroup:
 
     def _contexts_of(self, particles: Indices) -> StepContexts:
         """Return the present contexts of ``particles``."""
-        # The contexts may be made later. So all arrays are copies, except ``_tokens``: ``append``
-        # writes only after these sizes, and ``resample`` makes a new array.
+        # The contexts may be made later. So the group's arrays are copied, except ``_tokens``:
+        # ``append`` writes only after these sizes, and ``resample`` makes a new array.
         return StepContexts(
             prompts=self._prompts,
             groups=self.group_ids[particles],
@@ -809,7 +815,7 @@ class _Ahead(NamedTuple):
     drawn: Indices | None
 
     def appended(self, token_ids: NDArray[np.int32]) -> _Ahead:
-        """Return the pass without rows of particles that got a token other than the drawn one."""
+        """Return the pass without the rows that no longer belong to their particles' contexts."""
         is_drawn = token_ids == (-1 if self.drawn is None else self.drawn)
         return self._replace(row_of=np.where(is_drawn, self.row_of, -1), drawn=None)
 
@@ -892,7 +898,7 @@ _MOST_PARTICLES: Final = 1 << 24
 
 
 def is_one_prompt(prompt: Any) -> bool:
-    """Return whether ``prompt``, an argument of ``lm.particles``, is one prompt and not a list."""
+    """Return whether ``prompt``, an argument of ``lm.particles``, is one prompt, not several."""
     is_listed = isinstance(prompt, Sequence) and not isinstance(prompt, (str, Context))
     return not is_listed or not prompt or isinstance(prompt[0], (int, np.integer))
 

@@ -1,4 +1,4 @@
-"""Budgets: how many bytes the cache may take: the defaults, and checks of the options."""
+"""Budgets: how many bytes the cache may take, by default and by options, which are checked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Budgets(NamedTuple):
 
 
 def default_kv_budget(layout: KVLayout) -> int:
-    """Return the default ``kv_cache_bytes``: as many slots (or states) as fit on every device."""
+    """Return the default ``kv_cache_bytes``, for as many slots or states as fit on every device."""
     by_device: dict[torch.device, int] = defaultdict(int)
     for layer in layout.layers:
         by_device[layer.device] += layer.bytes_per_slot
@@ -56,7 +56,7 @@ def default_kv_budget(layout: KVLayout) -> int:
 def check_budgets(
     kv_cache_bytes: int | None, host_cache_bytes: int, state_cache_bytes: int | None = None
 ) -> None:
-    """Raise if ``kv_cache_bytes`` is 0 and another number is not: 0 turns the whole cache off."""
+    """Raise if ``kv_cache_bytes`` is 0, which turns all caching off, and another is not."""
     if state_cache_bytes and kv_cache_bytes == 0:
         raise OptionError(
             f"state_cache_bytes={state_cache_bytes} is a part of kv_cache_bytes, "
@@ -70,7 +70,7 @@ def check_budgets(
 
 
 def state_budget(wanted: int | None, budget: int, size: int, name: str, *, attends: bool) -> int:
-    """Check ``wanted``, the option ``state_cache_bytes``; return the bytes for states, or 0."""
+    """Check ``wanted``, the option ``state_cache_bytes``; return bytes for states, 0 if none."""
     if not size:
         if wanted is not None:
             raise OptionError(
@@ -94,5 +94,5 @@ def state_budget(wanted: int | None, budget: int, size: int, name: str, *, atten
 
 
 def most_rows(num_states: int) -> int:
-    """Return how many rows one pass may have. It copies a state per row; this bounds the copies."""
+    """Return the most rows of a pass. A pass copies a state per row, so this bounds the copies."""
     return max(_FEWEST_ROWS, num_states // 2)

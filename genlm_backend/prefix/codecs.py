@@ -18,6 +18,7 @@ class Codec(abc.ABC):
     is_exact = False
     """Whether ``decode(encode(rows))`` returns ``rows`` itself, uncopied."""
 
+    # A row consists of vectors of ``dim`` elements: heads' keys and values, or parts of them.
     # A token's codes must depend only on its row. Zero codes must decode to finite numbers.
     def __init__(self, width: int, dim: int, dtype: torch.dtype) -> None:
         self.width, self.dim, self.dtype = width, dim, dtype
@@ -40,7 +41,7 @@ class Codec(abc.ABC):
 
 
 GROUP_SIZE: Final = 32
-"""Most elements of a vector that share a scale and a zero point."""
+"""Largest number of elements of a vector that share a scale and a zero point."""
 
 _LARGEST: Final = 15
 _FARTHEST_ZERO: Final = 127
@@ -55,9 +56,9 @@ class UInt4(Codec):
     # ``x ≈ mean + R (scale * (q + zero))``, ``q`` from 0 to 15, ``zero`` from -127 to 127, the
     # scale in bfloat16: asymmetric quantisation, per token (KIVI: Liu et al., 2024,
     # arXiv:2402.02750, section 3). ``encode`` first subtracts ``mean``, the mean key, and rotates
-    # each vector by a Hadamard matrix ``R``, so that no channel is much larger than the others
-    # (QuaRot: Ashkboos et al., 2024, arXiv:2404.00456, section 4). The elements that are rotated
-    # together decode to no finite number if one of them is infinite or NaN.
+    # blocks of each vector by a Hadamard matrix ``R``, so that no channel is much larger than the
+    # others (QuaRot: Ashkboos et al., 2024, arXiv:2404.00456, section 4). If one element of a block
+    # is infinite or NaN, no element of the block decodes to a finite number.
     def __init__(
         self, width: int, dim: int, dtype: torch.dtype, mean: torch.Tensor | None = None
     ) -> None:
@@ -101,7 +102,7 @@ class UInt4(Codec):
         return rows.to(self.dtype)
 
     def _rotated(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows, each block of ``size`` elements multiplied by a self-inverse matrix."""
+        """Return rows, each block of elements multiplied by a matrix that is its own inverse."""
         size = self.dim & -self.dim  # the largest power of two that divides ``dim``
         return (rows.reshape(-1, size) @ hadamard(size, rows.device)).view(rows.shape)
 
@@ -163,8 +164,8 @@ class Int8(Codec):
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         vectors = rows.reshape(len(rows), -1, self.dim).float()
         # Symmetric quantisation by the largest absolute value (Jacob et al., 2018,
-        # arXiv:1712.05877, section 2.1, with a zero point of 0). A vector is ``dim`` elements. With
-        # an infinity or a NaN, it decodes to no finite number.
+        # arXiv:1712.05877, section 2.1, with a zero point of 0). If one element of a vector is
+        # infinite or NaN, no element of the vector decodes to a finite number.
         scales = vectors.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST).div_(_LARGEST_INT8)
         integers = vectors.div(scales).round_().to(torch.int8)
         return integers.view(len(rows), -1), scales.squeeze(-1)
@@ -206,7 +207,7 @@ KVCacheDtype: TypeAlias = Literal["bfloat16", "float16", "int8", "uint4"]
 """Name of a number format of keys and values."""
 
 KV_CACHE_DTYPES: Final[tuple[KVCacheDtype, ...]] = get_args(KVCacheDtype)
-"""All formats, in order of decreasing size; the first two are equally large."""
+"""All named formats, in order of decreasing size; the first two are equally large."""
 
 
 def needs_mean(kept: KVCacheDtype | None) -> bool:

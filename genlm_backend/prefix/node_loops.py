@@ -102,7 +102,7 @@ def walk(parents, tokens, first, table, node, wanted):
 
 @compiled
 def ancestors(parents, depths, nodes, wanted, found):
-    """Write to ``found`` each node's ancestor at its depth ``wanted``, or the node if no deeper."""
+    """Write to ``found`` each node's ancestor at its wanted depth, or the node if not deeper."""
     for i in range(len(nodes)):
         node = nodes[i]
         while depths[node] > wanted[i]:
@@ -112,7 +112,7 @@ def ancestors(parents, depths, nodes, wanted, found):
 
 @compiled
 def last_states(parents, depths, states, nodes, found):
-    """Write to ``found`` for each node the nearest with a state, at or above it, else its root."""
+    """Write to ``found`` each node's nearest node with a state, at or above it, else its root."""
     for i in range(len(nodes)):
         node = nodes[i]
         while depths[node] > 0 and states[node] == 0:
@@ -122,7 +122,7 @@ def last_states(parents, depths, states, nodes, found):
 
 @compiled
 def path(parents, depths, node, found):
-    """Write to ``found`` the path from the first token's node to ``node``, ``depth`` nodes."""
+    """Write to ``found`` the path from the first token's node to ``node``, both included."""
     for i in range(depths[node] - 1, -1, -1):
         found[i] = node
         node = parents[node]
@@ -139,7 +139,7 @@ def fill_digests(digests, parents, tokens, depths, nodes):
 
 @compiled
 def link(parents, tokens, first, children, on_device, stamps, slots, table, nodes, real, spare):
-    """Link nodes, parents first, except duplicates of linked ones; return the size of ``spare``."""
+    """Link nodes, parents first, but no duplicates; return the number of slots in ``spare``."""
     num_spare = 0
     for i in range(len(nodes)):
         node = nodes[i]
@@ -183,7 +183,7 @@ def unlink(parents, tokens, first, children, table, nodes):
 
 @compiled
 def take_leaves(parents, depths, slots, stamps, num_below, queue, queued, taken, is_on_device):
-    """Take leaves of the queue, and parents that become leaves; return (number, queue index)."""
+    """Take queued leaves, and parents that become leaves; return how many, and the next index."""
     num_taken = 0
     for i in range(len(queue)):
         node = queue[i]
@@ -197,8 +197,8 @@ def take_leaves(parents, depths, slots, stamps, num_below, queue, queued, taken,
             num_taken += 1
             stamp, node = stamps[node], parents[node]
             num_below[node] -= 1
-            # A parent inherits its last child's stamp if that is later. If its own is later, the
-            # parent waits until the queue is filled again.
+            # A parent inherits its last child's stamp if that is later. If the parent's own stamp
+            # is later, the parent waits until the queue is filled again.
             is_older = stamps[node] <= stamp
             stamps[node] = max(stamps[node], stamp)
             is_leaf = num_below[node] == 0 and depths[node] > 0

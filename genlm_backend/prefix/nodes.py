@@ -54,7 +54,7 @@ class Nodes:
     root: Ints
     slot: Ints
     state: Ints
-    first: Ints  # a child that was linked when there was none: 0 if none, or if it was unlinked
+    first: Ints  # one child; 0 if none, or if it was unlinked and no child has been linked since
     num_children: Ints
     num_on_device: Ints
     stamp: Ints  # [n] int64
@@ -167,7 +167,7 @@ class Nodes:
         return real, spare[:num_spare]
 
     def unlink(self, nodes: Ints) -> None:
-        """Unlink and free leaves, children first; the caller has updated ``num_on_device``."""
+        """Unlink and free nodes, children first; the caller has updated ``num_on_device``."""
         node_loops.unlink(self.parent, self.token, self.first, self.num_children, self.table, nodes)
         self.give_back(nodes)
 
@@ -184,7 +184,7 @@ class Nodes:
         return found
 
     def ancestors(self, nodes: Ints, depths: Ints) -> Ints:
-        """Return each node's ancestor at its given depth, or the node itself if no deeper."""
+        """Return each node's ancestor at its given depth, or the node itself if it is no deeper."""
         found = np.empty_like(nodes)
         node_loops.ancestors(self.parent, self.depth, nodes, depths, found)
         return found

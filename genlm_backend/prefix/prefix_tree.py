@@ -1,6 +1,6 @@
 """PrefixTree: the cached prefixes, as a tree over token ids whose nodes own slots.
 
-The reference is ``naive_longest_prefix`` in tests/naive.py.
+Tests compare it with ``naive_longest_prefix`` in tests/naive.py.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class PrefixTree:
     def insert(self, nodes: Ints) -> Ints:
         """Link nodes with filled slots, parents first; return the nodes linked for their tokens."""
         states = self.nodes.state[nodes] if self.states.num_states else None
-        # A node already linked for the same token stays; on the host, it takes the new slot.
+        # A node already linked for the same token stays; one on the host takes the new slot.
         real, spare = self.nodes.insert(nodes)
         if self.nodes.has_digests:  # count each dropped token that came back, once per drop
             digests = self.nodes.digest[nodes[real == nodes]]

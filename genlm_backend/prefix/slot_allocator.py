@@ -30,7 +30,7 @@ class SlotAllocator:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_used = 0
-        # Slots from this number on were never allocated. They need no entries in the lists below,
+        # Slots from this number on were never allocated. They need no entries in the indexes below,
         # and their memory is untouched.
         self._next_unused = 1
         # Freed slots form ranges with gaps between them, indexed by start, by stop and by size.

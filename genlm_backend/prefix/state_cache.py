@@ -21,11 +21,12 @@ from genlm_backend.prefix import node_loops
 from genlm_backend.prefix.nodes import Ints, Nodes
 from genlm_backend.prefix.tier_copier import TierCopier
 
-_FEWEST_TO_MOVE: Final = 32
-"""An evicted state at least this many tokens after the previous one moves to the host: a guess."""
+_FEWEST_TO_MOVE: Final = 32  # a guess
+"""Least distance in tokens to the previous state for an evicted state to move to the host; a state
+at a context's end moves at any distance."""
 
 _NUM_RECENT: Final = 4
-"""Batches that one step of all particles may take; the next step needs the latest states last."""
+"""Batches per step of all particles, a guess; the next step needs the latest states last."""
 
 _LONG_AGO: Final = 1 << 40
 """More batches than a process will run."""
@@ -37,7 +38,7 @@ NO_STATE: Final = 0
 @final
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """The layout of one tensor of a recurrent state: the element ``layer.name[index]``."""
+    """The layout of one tensor of a recurrent state: element ``index`` of a layer's ``name``."""
 
     layer: int
     name: str
@@ -66,7 +67,7 @@ class CacheLayer(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The recurrent state tensors of all layers; empty if a model has no recurrent layer."""
+    """The recurrent state tensors, and what each cache layer contains; false without any tensor."""
 
     tensors: tuple[StateTensor, ...] = ()
     layers: tuple[CacheLayer, ...] = ()
@@ -138,7 +139,7 @@ class StateCache:
         self._owner = np.zeros(size, np.int32)  # the node that had the state last
         self._stamp = np.zeros(size, np.int64)  # the batch that used the state last
         self._num_rows = np.zeros(size, np.int32)  # rows of this batch that continue from the state
-        self._num_held = np.zeros(size, np.int32)  # calls of ``hold`` without ``release``
+        self._num_held = np.zeros(size, np.int32)  # holds that have not been released
         self._is_pinned = np.zeros(size, np.bool_)
         self._now = self._num_contexts = 1
         self._free = np.arange(1, size)
@@ -152,13 +153,14 @@ class StateCache:
         return int(self._is_used().sum())
 
     def _is_used(self) -> NDArray[np.bool_]:
-        owner = self._owner  # before ``state``, which may grow: a later ``state`` has all its nodes
+        # Read before ``state``: if ``state`` is replaced by a larger array, that has all owners.
+        owner = self._owner
         is_used = self._nodes.state[owner] == np.arange(self.num_states + 1)
         is_used[NO_STATE] = False
         return is_used
 
     def last(self, nodes: Ints) -> Ints:
-        """Return for each node the nearest with a state, at or above it, else its root: int32."""
+        """Return each node's nearest node with a state, at or above it, else its root: int32."""
         found = np.empty_like(nodes)
         node_loops.last_states(
             self._nodes.parent, self._nodes.depth, self._nodes.state, nodes, found
@@ -183,14 +185,14 @@ class StateCache:
         return np.maximum(self._nodes.state[nodes], NO_STATE)
 
     def hold(self, nodes: Ints) -> None:
-        """Protect the states of nodes, if any, from eviction until ``release`` or a new batch."""
+        """Protect nodes' device states, if any, from eviction until ``release`` or a new batch."""
         np.add.at(self._num_held, self._numbers(nodes), 1)
 
     def release(self, nodes: Ints) -> None:
         np.subtract.at(self._num_held, self._numbers(nodes), 1)
 
     def fetch(self, nodes: Ints) -> bool:
-        """Move nodes' host states to the device; if not all fit, return ``False``, moving none."""
+        """Move nodes' host states to the device, all or none; return whether there was room."""
         state = self._nodes.state
         wanted = np.unique(nodes[state[nodes] < 0])
         if not len(wanted):
@@ -226,7 +228,7 @@ class StateCache:
         numbers = np.zeros(len(nodes), np.int64)
         asked = np.flatnonzero(self._nodes.state[nodes] <= 0)
         is_needed = num_needed[asked] > 0
-        # Nodes that follow a state shared by several rows are the last to get a state.
+        # Needed states come first; of equally needed ones, those after a shared state come last.
         before = self._numbers(self.last(self._nodes.parent[nodes]))
         is_near = (before > NO_STATE) & (self._num_rows[before] > 1)
         asked = asked[np.lexsort((is_near[asked], ~is_needed))]
@@ -298,7 +300,8 @@ class StateCache:
             newest = np.partition(stamps, count - 1)[count - 1]
             if newest < now - _NUM_RECENT:  # the usual case: no recent state is evicted
                 numbers, stamps = numbers[stamps <= newest], stamps[stamps <= newest]
-        # By last use; newest first among the four previous batches; this batch with their oldest.
+        # By last use, but newest first among the four previous batches; a state that this batch
+        # used ranks with the oldest of these four batches.
         ranks = np.where(stamps < now - _NUM_RECENT, stamps, 2 * now - stamps)
         ranks[stamps == now] += _NUM_RECENT
         owners = self._owner[numbers]

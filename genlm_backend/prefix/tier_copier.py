@@ -14,7 +14,7 @@ LONG_RANGE: Final = 16
 
 
 Codes: TypeAlias = Sequence[tuple[torch.Tensor, ...]]
-"""The tensors of a pool, one tuple for each layer; each row is a slot or a state."""
+"""The tensors of a pool: a tuple per layer, or one for all states; a row is a slot or a state."""
 
 
 @final
@@ -30,8 +30,8 @@ class TierCopier:
     def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
         self._copy(self._host, host_slots, self._device, device_slots)
 
-    # Long runs of slots are copied as slices, short runs by ``index_select``. A slice copy between
-    # CUDA and pinned memory is asynchronous: later work on the stream runs after it.
+    # Runs that are long on average are copied as slices, others by ``index_select``. A slice copy
+    # between CUDA and pinned memory is asynchronous: later work on the stream runs after it.
     def _copy(
         self, source: Codes, from_slots: Sequence[int], to: Codes, to_slots: Sequence[int]
     ) -> None:

@@ -57,9 +57,9 @@ class Context(Sequence[int]):
             negative (see ``Pictures``).
         tail: The packed ids after the last full block.
         contexts: The factory of its model; contexts of no model share one factory.
-        cache_hint: The prefix-tree node of its last token, or of that of the context that it
-            extends, when that was last computed; ``NO_HINT`` if none. Evaluators write it;
-            equality ignores it.
+        cache_hint: The prefix-tree node of a cached prefix; ``NO_HINT`` if none is known. An
+            evaluator sets it with its answer; a context that extends another one begins with the
+            other's hint. Equality ignores it.
         pictures: The pictures that it begins with, or ``None``.
     """
 

@@ -175,7 +175,7 @@ class Evaluator(abc.ABC):
             sets them. An evaluator with logits may pass them to ``rows_of_logits`` and set
             ``info.omits_undefined``. Otherwise ``BatchedLM`` excludes them from each row, and
             renormalises the row in float32.
-        has_died: Whether it has stopped by itself; it answers nothing until it is restarted.
+        has_died: Whether it has stopped by itself; if so, it answers nothing until it is restarted.
         check_cancelled: Function to call between two steps of long work; the owner sets it. It
             raises ``QueryDroppedError`` if no caller waits for the current work any more; the
             evaluator must let the error propagate.
@@ -207,7 +207,8 @@ class Evaluator(abc.ABC):
         ``[num_targets]`` on any device: log-probabilities renormalised without ``undefined_ids``,
         ``-inf`` for a target among these. If ``info.reads_out``, the queries may also include a
         ``Readout``, whose answer excludes ``undefined_ids`` too, and a ``ScoreQuery`` with extra
-        numbers (``beside``), whose answer is float64 ``[num_targets, beside.width]``.
+        numbers (``beside``), whose answer is float64 ``[num_targets, beside.width]``. If
+        ``info.takes_steps``, a query may be a ``ParticleStep``; its answer is a ``StepResult``.
         """
 
     @abc.abstractmethod

@@ -31,21 +31,21 @@ class Adapter(NamedTuple):
 
 
 Result: TypeAlias = Any
-"""The result of a query: a ``Row``, the scores of a text, or the answer to a readout."""
+"""The result of a query: a ``Row``, a text's scores, a readout's answer, or a ``StepResult``."""
 
 
 class Query(abc.ABC):
-    """A request to a model: for a context's row, a text's scores, or a readout of a row.
+    """A request for a row, for a text's scores, for a readout of a row, or for a particle step.
 
     Equal queries have equal results.
 
     Attributes:
-        context: The tokens that the model has to read.
+        context: The tokens that the model has to read; for a step, those of its first row.
         adapter: The adapter to apply; ``None`` for the base model.
         wanted: Description of the result, for error messages.
         targets: The tokens of a text to score.
         num_targets: Number of targets.
-        beside: Which further numbers to return for each target; ``None`` without targets.
+        beside: Which further numbers to return for each target; ``None`` unless a text is scored.
         needs_row: Whether the result is computed from rows, on their device; false if it is a row.
         is_cacheable: Whether the result is a row that may be cached.
         weight: How much it counts toward the batch size; 1.0 for a row.

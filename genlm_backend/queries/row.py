@@ -29,8 +29,8 @@ class Row:
 
     Attributes:
         logsumexp: The logsumexp of the logits, or ``None``.
-        table: The table of its batch, ``[n, vocab]``; ``None`` for a single row.
-        index: Its index in the table.
+        table: The table, ``[n, vocab]``, that ``of_table`` made the row from; ``None`` otherwise.
+        index: The row's index in its table; 0 without a table.
     """
 
     __slots__ = ("_logprobs", "index", "logsumexp", "table")
@@ -43,7 +43,7 @@ class Row:
     @classmethod
     def of_table(cls, table: torch.Tensor, logsumexps: Iterable[float | None]) -> list[Row]:
         """Return the rows of a table, float32 ``[n, vocab]``, as views of it."""
-        # A view takes 1 us to make. Off the CPU, it is made on use, as mostly the table is used.
+        # A view takes 1 us to make. Off the CPU, it is made on use: most callers use the table.
         views = table.unbind() if table.is_cpu else (None,) * len(table)
         rows: list[Row] = []
         for index, (view, logsumexp) in enumerate(zip(views, logsumexps, strict=True)):
@@ -115,7 +115,7 @@ def alone(rows: Sequence[Row]) -> list[Row]:
 
 
 def are_rows_of(rows: Sequence[Row], vocab_size: int) -> bool:
-    """Return whether ``Row.is_of`` holds for all rows, checking each table only once."""
+    """Return whether ``Row.is_of`` holds for all rows, by one row per table if all have tables."""
     tables = {id(row.table): row.table for row in rows}
     if None not in tables.values():  # the usual case: one row of each table is checked
         tensors = [table[0] for table in tables.values() if table is not None]
@@ -152,12 +152,12 @@ def _restricted(row: Row, ids: torch.Tensor, excluded: float) -> Row:
     # Log of the mass left. If little is left, summing it is more precise than 1 - excluded.
     left = math.log1p(-excluded) if excluded < 0.5 else float(logprobs.logsumexp(-1))
     if left and left > -math.inf:  # 0: no mass was excluded; -inf: none is left
-        logprobs.sub_(left).clamp_(max=0)  # rounding may exceed 0
+        logprobs.sub_(left).clamp_(max=0)  # rounding may give numbers above 0
     return Row(logprobs, None if row.logsumexp is None else row.logsumexp + left)
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield for each run of a table's consecutive rows its start in ``rows`` and ``[n, vocab]``."""
+    """Yield each run of one table's consecutive rows: its start in ``rows``, and a view of it."""
     start = 0
     while start < len(rows):
         stop, table, index = start + 1, rows[start].table, rows[start].index
@@ -204,7 +204,7 @@ def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
         return torch.cat([part.to(device) for part in parts])
     table = spare_memory.take_array((len(rows), len(rows[0].logprobs)), np.float32)
     # Pinned rows come from a GPU. So no model occupies the CPU's threads, and torch may use them
-    # all: 33 MB take 0.8 ms with 16 threads, and 4 ms with one.
+    # all: a copy of 33 MB takes 0.8 ms with 16 threads, and 4 ms with one.
     is_for_threads = torch.cuda.is_initialized() and all(
         part.nbytes >= _MANY_BYTES and part.is_pinned() for part in parts
     )
@@ -256,7 +256,7 @@ def put_rows(rows: Sequence[Row], table: _Numbers) -> None:
 
 
 def _write(numbers: _Numbers, table: _Numbers) -> None:
-    """Copy ``numbers`` into ``table`` by row, so that other threads may take the GIL in between."""
+    """Copy ``numbers`` into ``table``, row by row; between rows, other threads may take the GIL."""
     for own, row in zip(table, numbers, strict=True):
         own.data.cast("B")[:] = row.data.cast("B")
 
@@ -270,18 +270,18 @@ def rows_of_logits(
 ) -> list[Row]:
     """Return one row for each vector of logits ``[n, vocab]`` of any dtype.
 
-    They are computed in float32 on the logits' device. The logits of ``undefined_ids`` are ignored,
-    even if infinite or NaN. Except on CUDA, probabilities sum to one up to the rounding of each.
-    torch's ``log_softmax`` does not ensure that: on some CPUs, 49,152 of them sum to 1 ± 2e-5.
+    Rows are computed in float32 on the logits' device. The logits of ``undefined_ids`` are ignored,
+    even if infinite or NaN. Except on CUDA, a row's probabilities sum to one, up to the rounding of
+    each. torch's ``log_softmax`` does not ensure that: 49,152 probabilities may sum to 1 ± 2e-5.
 
-    The rows are views of shared tables: each keeps its whole table alive. ``alone`` copies rows.
+    The rows are views of shared tables; each row keeps its whole table alive. ``alone`` copies.
 
     Args:
         logits: Vectors of logits.
         device: Device of the returned rows; ``None`` for the logits' device.
         undefined_ids: Ids that no token has, whose logits are ignored.
-        in_place: Whether the logits may be overwritten. That saves the memory of a second table,
-            whose allocation takes as long as the computation.
+        in_place: Whether the logits may be overwritten. Off CUDA, float32 logits then need no
+            second table, whose allocation takes as long as the computation.
     """
     table, of_rows = log_softmax(logits, undefined_ids, in_place)
     logsumexps = of_rows.tolist()
@@ -362,7 +362,7 @@ def log_softmax(
     exponentials = torch.empty_like(given[:few])
     for own, found in zip(given.split(few), table.split(few), strict=True):
         largest = own.amax(-1, keepdim=True)
-        torch.sub(own, largest, out=found)  # or the log of the sum would round away in large logits
+        torch.sub(own, largest, out=found)  # own - (largest + sums) could round sums away
         sums = torch.exp(found, out=exponentials[: len(found)]).sum(-1, keepdim=True).log_()
         found.sub_(sums)
         logsumexps.append((largest + sums)[:, 0])

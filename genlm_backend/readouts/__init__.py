@@ -1,1 +1,1 @@
-"""Readouts of rows (draws, top tokens, entropies, log-masses), and scores of texts."""
+"""Readouts of rows (draws, top tokens, entropies, …), scores of texts, and particle steps."""

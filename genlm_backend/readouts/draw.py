@@ -1,6 +1,6 @@
 """Draws of a token id from a row, by inverting a cumulative sum; masks of allowed tokens.
 
-The reference is ``naive_draw`` in tests/naive.py.
+The reference implementation is ``naive_draw`` in tests/naive.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AnyRow = torch.Tensor | NDArray[np.floating]
 """A row of log-probabilities or other scores, float ``[vocab]``, on any device."""
 
 RandomGenerator = np.random.Generator | torch.Generator
-"""A caller's random generator."""
+"""A caller's random generator. Callers may pass ``None`` for numbers of the operating system."""
 
 
 def draw(
@@ -45,7 +45,7 @@ class Draw(NamedTuple):
     """A drawn token, with the terms of its importance weight.
 
     A particle that is extended by the token gains the log-weight ``logprob - log_proposal``, at any
-    temperature. At temperature 1 that equals ``log_allowed`` for every token.
+    temperature. At temperature 1, this weight is ``log_allowed`` for every token.
 
     Attributes:
         token_id: Id of the token.
@@ -67,7 +67,7 @@ TEMPERATURE: Final = number(0, is_finite=False)
 
 
 def draw_token(scores: Floats, temperature: float, uniform: Callable[[], float]) -> int:
-    """Return a token id drawn from the softmax of ``scores / temperature``."""
+    """Return a token id drawn from the softmax of ``scores / temperature``; at 0, the argmax."""
     largest = scores.max()
     check_possible(largest, OptionError)
     is_share = 0 < largest <= 1 and len(scores) > 10 and scores.min() >= 0
@@ -79,7 +79,7 @@ def draw_token(scores: Floats, temperature: float, uniform: Callable[[], float])
 
 
 def weights_of(scores: Floats, largest: np.float32, temperature: float) -> Floats:
-    """Return the weights of a draw in a new array: ``exp((scores - largest) / temperature)``."""
+    """Return the weights of a draw in another array: ``exp((scores - largest) / temperature)``."""
     # All steps write to one array in reused memory: the page faults of new arrays would cost more
     # than the arithmetic.
     found = spare_memory.take_array(scores.shape, np.float32)
@@ -299,9 +299,9 @@ class Inversion:
         return float(self._weights.sum(dtype=np.float64))
 
     def index(self, point: float) -> int:
-        """Return the index where the cumulative sum passes ``point`` times its total (not zero)."""
+        """Return the index where the cumulative sum passes ``point * total`` (``total > 0``)."""
         block = _search(self._ends, self._sums, point)
-        # Read from the array that was searched: a new sum could round to more than the point.
+        # ``begin`` is read from the searched array: a new sum could round to more than the point.
         begin = self._ends[block - 1] if block else 0.0
         inside = (point * self._ends[-1] - begin) / self._sums[block]
         start, own = self._block(block)

@@ -1,6 +1,6 @@
 """Draws from a table of rows by inverting cumulative sums, with few waits for a GPU.
 
-The reference is ``naive_draw`` in tests/naive.py.
+The reference implementation is ``naive_draw`` in tests/naive.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class SamplingFilter(NamedTuple):
 
     def kept(self, scores: Floats, weights: Floats) -> TokenArray:
         """Return the indices of the tokens within the bounds: int64 ``[n]``."""
-        # Compare scores, not weights: at a low temperature, many weights underflow to zero, but
-        # distinct draws can reach those tokens once all others have been drawn.
+        # Top-k compares scores, not weights: at a low temperature, many weights underflow to zero,
+        # but distinct draws can reach those tokens once all others have been drawn.
         is_left = scores > -np.inf
         if 0 < self.top_k < len(scores):
             is_left &= scores >= np.partition(scores, -self.top_k)[-self.top_k]
@@ -62,7 +62,7 @@ Bounds: TypeAlias = Sequence[SamplingFilter | None]
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Pools:
-    """The pools that tokens are drawn from: rows, each with a temperature, bounds and a mask.
+    """The ``P`` pools to draw tokens from: rows, each with a temperature, bounds and a mask.
 
     Draws of one pool share its cumulative sum.
 
@@ -71,8 +71,8 @@ class Pools:
         temperatures: Divisors of the log-probabilities, float64 ``[P]``; 0 takes the first of the
             most probable tokens.
         bounds: Bounds on the tokens of each pool; ``None`` without any.
-        masks: Masks of allowed tokens, in the bit order of ``numpy.packbits``: uint8
-            ``[M, ceil(V / 8)]``; ``None`` without any.
+        masks: ``M`` masks of which of ``V`` tokens are allowed, in the bit order of
+            ``numpy.packbits``: uint8 ``[M, ceil(V / 8)]``; ``None`` without any.
         mask_of: Index of each pool's mask, int64 ``[P]``; -1 allows all tokens.
     """
 
@@ -99,16 +99,16 @@ class Pools:
         """Draw one token for each random number, from the pool that ``pool_of`` gives.
 
         Args:
-            table: Log-probabilities or other scores, float32 ``[R, V]``, on any device. If
-                ``are_plain``, they may be logits.
-            uniforms: Numbers in [0, 1): float64 ``[N]``.
+            table: ``R`` rows of log-probabilities or other scores, float32 ``[R, V]``, on any
+                device. If ``are_plain``, they may be logits.
+            uniforms: ``N`` numbers in [0, 1): float64 ``[N]``.
             pool_of: Index of each draw's pool, ascending: int64 ``[N]``.
             are_logits: Whether ``table`` has logits; if so, the returned scores are normalised.
 
         Returns:
             For each draw, float64 ``[N, 5]``: the token id, its score, the log-mass of the tokens
             that were drawn from, the log-probability of the draw, and the pool's largest score. If
-            that is ``-inf`` or NaN, no token can be drawn, and the other numbers mean nothing.
+            the largest score is not finite, no token can be drawn, and the rest means nothing.
         """
         if not len(self.rows):
             return np.empty((0, 5))
@@ -190,7 +190,7 @@ class Pools:
         return torch.stack([*columns, top[pool_of]], 1)
 
     def _unpacked(self, own: slice, table: torch.Tensor) -> torch.Tensor:
-        """Return which tokens each pool allows: bool ``[p, V]``."""
+        """Return which tokens each of the ``p`` pools in ``own`` allows: bool ``[p, V]``."""
         assert self.masks is not None
         assert self.mask_of is not None
         mask_of, width = self.mask_of[own], table.shape[1]

@@ -1,6 +1,6 @@
 """ParticleStep: the rows of a particle group as one query, in arrays.
 
-The reference is ``naive_draw`` in tests/naive.py.
+The reference implementation of its draws is ``naive_draw`` in tests/naive.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from genlm_backend.readouts.token_readouts import ReadoutOf
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class TableDraws:
-    """The draws of a step.
+    """The ``N`` draws of a step.
 
     Attributes:
         pools: The pools of tokens to draw from.
@@ -62,11 +62,11 @@ def numbers_of_draws(draws: Sequence[tuple[Draw]]) -> NDArray[np.float64]:
 
 
 class StepResult(NamedTuple):
-    """The result of a step.
+    """The result of a step of ``R`` rows, over ``V`` token ids.
 
     Attributes:
-        values: The numbers of ``Pools.draw``, float64 ``[N, 5]``; without draws, the rows'
-            log-probabilities, float32 ``[R, V]`` on the model's device, not to be modified.
+        values: The numbers of ``Pools.draw`` for ``N`` draws, float64 ``[N, 5]``; without draws,
+            the rows, float32 ``[R, V]`` on the model's device, not to be modified.
         hints: Number of the cache node of each row's context, for the next step; 0 if the context
             is not cached: int64 ``[R]``.
         hint_key: Identifies the state of the cache in which the hints are valid.
@@ -86,12 +86,12 @@ def drawn_from_rows(steps: Sequence[ParticleStep], rows: Sequence[StepResult]) -
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class StepContexts:
-    """The contexts of a step's rows, made when they are needed.
+    """The contexts of a step's ``R`` rows, made when they are needed.
 
     Attributes:
-        prompts: The prompts of the groups.
+        prompts: The prompts, each of one group of particles.
         groups: Index of each row's prompt: int64 ``[R]``.
-        tokens: The tokens after the prompts, by particle: int32 ``[N, T]``.
+        tokens: Up to ``T`` tokens after the prompt, of each of ``N`` particles: int32 ``[N, T]``.
         rows: Index of each row's particle: int64 ``[R]``.
         sizes: Number of each row's tokens after its prompt: int64 ``[R]``.
         hints: Numbers of cached nodes, as in ``StepResult``: int64 ``[R]``.
@@ -142,8 +142,8 @@ class ParticleStep(Query):
         tokens: Last tokens of the contexts: int32 ``[R]``.
         contexts: The contexts.
         draws: What to draw; ``None`` to return the rows themselves.
-        has_pictures: Whether any prompt of the group has pictures.
-        adapter: The adapter to read the contexts with, or ``None``.
+        has_pictures: Whether any prompt of the ``ParticleGroup`` has pictures.
+        adapter: The adapter to read the contexts with, or ``None`` for the base model.
     """
 
     hints: NDArray[np.int64]
@@ -180,7 +180,7 @@ class ParticleStep(Query):
         return isinstance(answer, StepResult)
 
     def are_sound(self, values: Any) -> NDArray[np.bool_]:
-        """Return whether each row is free of NaN, given the step's values: bool ``[R]``."""
+        """Return which rows have no NaN, as far as the step's values show: bool ``[R]``."""
         if self.draws is None:
             return ~values[:, 0].isnan().cpu().numpy()  # one NaN makes all of the row NaN
         are_sound = np.ones(len(self), np.bool_)

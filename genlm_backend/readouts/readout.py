@@ -95,7 +95,7 @@ class Readout(Query):
 
 
 def is_own(kind: type) -> bool:
-    """Return whether a query class is user-defined: only its caller's process computes answers."""
+    """Return whether a class of queries is user-defined: only the caller's process answers them."""
     return not kind.__module__.startswith(_PACKAGE)
 
 
@@ -175,7 +175,7 @@ def packed(value: Any) -> bytes:
 @final
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        """Return the reduction of a plain CPU tensor to its bytes, dtype and shape."""
+        """Reduce a plain CPU tensor to bytes, dtype and shape; leave other objects to pickle."""
         is_plain = type(obj) is torch.Tensor and obj.is_cpu and obj.layout is torch.strided
         if not is_plain or obj.requires_grad or obj.dtype not in _PLAIN or not obj.numel():
             return NotImplemented

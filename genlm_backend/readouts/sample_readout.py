@@ -50,8 +50,8 @@ class SampleReadout(Readout):
     The answer is a tuple of ``Draw``, with the tokens that ``draw_token`` returns for the scores
     within ``allowed`` and ``cuts``. Equal readouts have equal answers on any device, up to the
     rounding of exponentials. With ``are_distinct``, each draw is made from the tokens not drawn
-    before, to which its ``log_allowed`` and ``log_proposal`` are relative; the tuple ends early if
-    none of these is possible. Such draws have the distribution of the tokens with the largest
+    before, and its ``log_allowed`` and ``log_proposal`` refer to these tokens. The tuple ends early
+    if none of them is possible. Such draws have the distribution of the tokens with the largest
     Gumbel-perturbed log-probabilities (Kool et al., 2019, arXiv:1903.06059).
 
     Attributes:
@@ -131,7 +131,7 @@ def _allowed_scores(logprobs: Floats, allowed: bytes) -> tuple[Floats, TokenArra
     if np.count_nonzero(mask) * 2 <= len(logprobs):
         ids = np.flatnonzero(mask)
         return logprobs[ids], ids
-    # The minimum with inf (allowed) or -inf masks; numpy.where can take ten times as long.
+    # Taking the minimum with ±inf masks the row; numpy.where can take ten times as long.
     bounds = spare_memory.take_array(logprobs.shape, np.float32)
     np.subtract(bits, np.float32(0.5), out=bounds)
     np.multiply(bounds, np.float32(np.inf), out=bounds)
@@ -233,7 +233,7 @@ def _log_proposal(
 def drawn_at_once(
     drawings: Sequence[SampleReadout], rows: torch.Tensor
 ) -> list[tuple[Draw, ...] | EvaluationError]:
-    """Draw one token from each row, on its device; return as ``SampleReadout.of_rows`` does."""
+    """Draw one token from each row, on its device; return the answers of ``of_rows``."""
     indices, vocab_size = np.arange(len(drawings)), rows.shape[1]
     masks = mask_of = None
     allowed = [drawing.allowed for drawing in drawings]
@@ -261,7 +261,7 @@ NO_DRAW: Final = Draw(-1, -math.inf, -math.inf, 0.0)
 
 
 def log_mass(total: float, row: NDArray[np.floating]) -> float:
-    """Return ``total``, the ``log_sum`` of some tokens of a row, as 0 if they have all the mass."""
+    """Return ``total``, the ``log_sum`` of some of a row's tokens, or 0 if they have all mass."""
     # A row sums to 1 up to rounding, unless tokens were excluded from it. So if these tokens and
     # the whole row have the same sum, and it is near 1, the log-mass is 0.
     is_all = abs(total) < ROUNDING and abs(total - log_sum(row)) < REORDERED

@@ -73,7 +73,7 @@ CHECKS: Final = {
 
 
 def check_no_others(method: str, others: Iterable[str]) -> None:
-    """Raise an ``OptionTypeError`` that names the valid options if ``others`` names any option."""
+    """Raise an ``OptionTypeError`` that suggests valid options, unless ``others`` is empty."""
     options = ("max_tokens", "eos_token_ids", "temperature", "seed", "lora_name")
     hint = " generate(lm, prompt, …) accepts more"
     check_names(others, [], f"option of {method}", also=options, hint=hint)

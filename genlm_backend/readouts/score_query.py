@@ -19,7 +19,7 @@ from genlm_backend.tokenization import Alphabet
 
 
 class TokenScores(NamedTuple):
-    """Numbers for each of the ``n`` tokens of a continuation, from the row of the text before it.
+    """Numbers for each of the ``n`` tokens of a continuation, from the row of the tokens before it.
 
     Numbers that were not requested are ``None``. If a row has a NaN, its numbers are NaN, and its
     ids and ranks are -1.
@@ -29,14 +29,14 @@ class TokenScores(NamedTuple):
         entropies: The entropy of the row, in nats: float64 ``[n]``.
         ranks: Number of tokens that are more probable, or equally probable with a smaller id; 0
             for the token of greedy decoding: int64 ``[n]``.
-        top_token_ids: Ids of the most probable tokens, in the order of ``TopTokens``: int64
+        top_token_ids: Ids of the ``k`` most probable tokens, in the order of ``TopTokens``: int64
             ``[n, k]``.
         top_logprobs: Log-probabilities of ``top_token_ids``: float32 ``[n, k]``.
         log_rest: Log-mass of all tokens but ``top_token_ids``: float64 ``[n]``.
         log_masses: Log-masses of groups of tokens: float64 ``[n, groups]``.
-        log_beginnings: For the token's first byte, its first two bytes, and so on up to all but
-            its last, the log-mass of all text tokens that begin with these bytes; for a special
-            token, its log-probability. Other columns are ``-inf``: float64 ``[n, max bytes - 1]``.
+        log_beginnings: For a token of ``m`` bytes, column ``j < m - 1`` is the log-mass of all text
+            tokens with the same first ``j + 1`` bytes, or the token's log-probability if the token
+            is special. Other columns are ``-inf``: float64 ``[n, max(m) - 1]``.
     """
 
     logprobs: torch.Tensor
@@ -54,12 +54,12 @@ class BytePrefixIntervals(NamedTuple):
     """The tokens that share first bytes with given tokens, as intervals of ``Alphabet.order``."""
 
     order: bytes
-    token_ids: bytes  # [n] int32
-    bounds: bytes  # [n, width, 2] int32
+    token_ids: bytes  # int32 [n]: the n given tokens, ascending
+    bounds: bytes  # int32 [n, width, 2], of ``Alphabet.intervals``
     width: int
 
     def log_masses(self, rows: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
-        """Return log-masses of tokens with the target's first 1, 2, … bytes: ``[n, width]``."""
+        """Return log-masses of tokens with each target's first 1, 2, … bytes: ``[n, width]``."""
         found = torch.full((len(rows), self.width), -torch.inf, dtype=torch.float64)
         if not self.width:
             return found
@@ -217,7 +217,7 @@ class ScoreQuery(Query):
     def weight(self) -> float:
         """Weight in a batch: the text's length divided by 200; a row counts as 1.
 
-        If all texts counted as 1, batches of short ones would be too small, of long ones too large.
+        If each counted as 1, batches of short texts would be too small, and of long ones too large.
         """
         return len(self.text.context) / TOKENS_PER_ROW
 
@@ -277,7 +277,7 @@ def own_scores(
     found: Mapping[ScoreQuery, torch.Tensor],
     device: torch.device | None,
 ) -> list[torch.Tensor]:
-    """Return each text's scores on ``device``, copied so that callers may modify them."""
+    """Return a copy of each text's scores on ``device``; ``None`` means where they are."""
     return [
         (found[own] if own.num_targets else _no_scores(own.beside)).to(device, copy=True)
         for own in scorings
@@ -289,7 +289,7 @@ async def scores_of_rows(
     ask: Callable[[list[RowQuery]], Awaitable[torch.Tensor]],
     chunk_size: int,
 ) -> list[torch.Tensor]:
-    """Return texts' scores from rows; ``ask`` is called with ``chunk_size`` queries at a time."""
+    """Return texts' scores from rows; each call of ``ask`` gets up to ``chunk_size`` queries."""
     beside = scorings[0].beside if scorings else NO_EXTRAS
     ends = [range(own.start, len(own.text.context)) for own in scorings]
     places = [(own.text, end) for own, its in zip(scorings, ends, strict=True) for end in its]

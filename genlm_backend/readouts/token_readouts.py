@@ -51,7 +51,7 @@ class TopTokens(_TopFields):
 
 
 ReadoutOf: TypeAlias = Callable[[RowQuery], Readout]
-"""A function from a row query to its readout, such as a ``Readout`` class."""
+"""A function that makes a ``Readout`` of a ``RowQuery``, such as the class ``Entropy``."""
 
 
 def readout_of(make: Callable[[RowQuery], Any], query: RowQuery) -> Readout:
@@ -255,8 +255,8 @@ _NUM_BLOCKS: Final = 64
 def _top_here(k: int, row: NDArray[np.float32]) -> TopTokens:
     width = len(row) // _NUM_BLOCKS
     if k <= width // 2:
-        # The k-th largest number of the row is at least the k-th largest column maximum, ``least``.
-        # So only columns whose maximum is at least ``least`` are searched, and the row's tail.
+        # ``least``, the k-th largest of the columns' maxima, is a lower bound of the row's k-th
+        # largest number. So only the tail and the columns that reach the bound are searched.
         blocks = row[: width * _NUM_BLOCKS].reshape(_NUM_BLOCKS, width)
         largest = np.maximum.reduce(blocks, axis=0)
         least = np.partition(largest, -k)[-k]

@@ -12,7 +12,7 @@ from genlm_backend.multimodal.pictures import Pictures
 from genlm_backend.remote.messages import Reply, UnknownPictures
 
 MAX_PICTURE_BYTES: Final = 1 << 30
-"""Most bytes of pictures that the receiver keeps; those used last are kept whatever their size."""
+"""Most bytes of ``Pictures`` that the receiver keeps; it always keeps the object used last."""
 
 
 @final
@@ -23,7 +23,7 @@ class ArgumentEncoder:
         self._sent = set[bytes]()  # keys of the pictures that the receiver may have
 
     def ask(self, method: str, arguments: tuple[Any, ...], do: Callable[[bytes], Reply]) -> Reply:
-        """Return ``do``'s reply; if the receiver lacks a picture, call ``do`` with all pictures."""
+        """Return ``do``'s reply; call ``do`` again with all pictures if the receiver lacks some."""
         if method == "clear":
             self._sent.clear()
         reply = do(self.packed(arguments))
@@ -46,7 +46,7 @@ class _Pickler(pickle.Pickler):
         self._sent = sent
 
     def persistent_id(self, obj: Any) -> tuple[bytes, bytes | None] | None:
-        """Return the key of ``Pictures`` and, unless they were sent before, the pickled object."""
+        """Return key and pickle of ``Pictures``, no pickle if it was sent; ``None`` for others."""
         if type(obj) is not Pictures:
             return None
         if obj.key in self._sent:

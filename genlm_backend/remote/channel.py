@@ -83,7 +83,7 @@ class SharedRows:
         """Return an empty table, whose file descriptor a child process can inherit."""
         if sys.platform == "linux":
             return cls(os.memfd_create("genlm-rows"))
-        with tempfile.TemporaryFile() as file:  # an unnamed file; lasts while a descriptor is open
+        with tempfile.TemporaryFile() as file:  # an unnamed file lasts while a descriptor is open
             return cls(os.dup(file.fileno()))
 
     @staticmethod

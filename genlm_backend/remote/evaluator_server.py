@@ -60,7 +60,7 @@ class EvaluatorServer:
         return Reply(request.number, value, error, counts, table)
 
     def drop(self, number: int) -> None:
-        """Cancel all requests up to this number, which no caller awaits; safe on any thread."""
+        """Cancel all requests up to this number: no caller awaits them. Any thread may call it."""
         self._dropped = max(self._dropped, number)
 
     def _check_cancelled(self) -> None:

@@ -54,14 +54,14 @@ class PackedError(NamedTuple):
         try:
             value = pickle.loads(self.packed)
             error = value.error() if isinstance(value, _Parts) else value
-        except Exception:  # its class cannot be imported here
+        except Exception:  # for example, its class cannot be imported here
             error = EvaluationError(self.said)
         error.add_note(f"Raised in the model's process:\n{self.where}")
         return error
 
 
 class _Parts(NamedTuple):
-    """The parts of an error whose constructor does not take its ``args``."""
+    """The parts of an error whose constructor does not take the error's ``args``."""
 
     kind: type[BaseException]
     arguments: tuple[Any, ...]

@@ -181,7 +181,7 @@ class ChildProcess:
             raise self.how_it_ended() from None
 
     def how_it_ended(self) -> EngineDiedError:
-        """Return an ``EngineDiedError`` with the process's exit code or signal and last output."""
+        """Return an error with exit code or signal and last output; kill the process if it runs."""
         try:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:

@@ -229,7 +229,7 @@ def connect(address: Any = None) -> None:
 
 
 def _check_answers(address: str | None) -> None:
-    """Raise an ``OSError`` if nothing listens at the address: Ray would take longer to fail."""
+    """Raise an ``OSError`` if nothing listens at a ``host:port``: Ray would take longer to fail."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), _ANSWER_SECONDS).close()

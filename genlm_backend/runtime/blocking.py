@@ -1,4 +1,4 @@
-"""Derives the blocking form of a method from its definition as a coroutine function."""
+"""Derives the blocking form of a coroutine function or coroutine method from its definition."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ T = TypeVar("T")
 def blocking(verb: Callable[P, Coroutine[Any, Any, T]], answer: str = "answer") -> Callable[P, T]:
     """Return the blocking form of a coroutine function, named ``<verb>_sync``.
 
-    The same body runs in the calling thread and never waits for an event loop. A method gets a
-    proxy as ``self``, whose methods call their blocking forms, so that an override applies to both
-    forms. A body that needs to know its form awaits ``is_blocking()`` or ``in_form(lm)``.
+    The same body runs in the calling thread and never waits for an event loop. If ``verb`` is a
+    method, ``self`` is a proxy, on which ``await self.other()`` runs ``other_sync()``. A body that
+    needs to know in which form it runs awaits ``is_blocking()`` or ``in_form(lm)``.
 
     Args:
         verb: A coroutine function that, in blocking form, never waits for an event loop.
@@ -45,8 +45,8 @@ def blocking(verb: Callable[P, Coroutine[Any, Any, T]], answer: str = "answer") 
 @types.coroutine
 def is_blocking() -> Generator[None, bool | None, bool]:
     """Return whether the awaiting coroutine is run by ``result_of``, not by an event loop."""
-    # A loop answers a bare yield with None, in its next turn; ``result_of`` answers with True. A
-    # thread-local or context variable could stay set after an exception from a signal handler.
+    # A loop answers a bare yield with None, in its next turn; ``result_of`` answers with True. No
+    # variable holds the form: it could stay set after an exception from a signal handler.
     answer = yield
     return answer is True
 
@@ -81,7 +81,7 @@ def _has_form(kind: type, name: str) -> bool:
 
 @final
 class _Blocking:
-    """A proxy of a model; its coroutine methods never wait, since each calls ``<verb>_sync``."""
+    """A proxy of a model or group: awaiting its method ``x`` runs ``x_sync``, if there is one."""
 
     __slots__ = ("_lm",)
 

@@ -1,4 +1,4 @@
-"""Compiles loops with Numba, and caches the machine code on disk if a folder is writable."""
+"""Compiles loops with Numba, and caches the machine code on disk if a cache folder is writable."""
 
 from __future__ import annotations
 

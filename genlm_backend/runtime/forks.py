@@ -38,7 +38,7 @@ class OfOneProcess(abc.ABC):  # noqa: B024
 
 @final
 class ProcessLock:
-    """A lock owned by the process that claims it; ``with lock.here:`` raises in a fork."""
+    """A lock owned by the process that claims it; in forks of that process, ``here`` raises."""
 
     __slots__ = ("_is_claimed", "_lock", "_make", "_owner")
 
@@ -49,7 +49,7 @@ class ProcessLock:
     @property
     def here(self) -> threading.Lock | threading.RLock:
         """The lock itself; raises a ``ForkedError`` in a fork of the process that claimed it."""
-        # No wrapper is returned: an interrupt in a Python ``__enter__`` could leave it locked.
+        # Return no wrapper: an interrupt in its Python ``__enter__`` could leave the lock locked.
         if self._owner != _process:
             if self._is_claimed:
                 raise ForkedError(

@@ -1,4 +1,4 @@
-"""Settings of threads, the GIL and garbage collection for fast passes; calls into event loops."""
+"""Settings of threads, the GIL and garbage collection for model passes; calls into event loops."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class _SwitchInterval:
         if not self._num_inside:
             self._before = self._ours = sys.getswitchinterval()
         self._num_inside += number
-        # If other code has changed the interval since then, keep the changed value.
+        # If other code has changed the interval since the last call here, keep the changed value.
         if sys.getswitchinterval() == self._ours:
             wanted = min(self._before, SWITCH_INTERVAL) if self._num_inside else self._before
             sys.setswitchinterval(wanted)
@@ -126,7 +126,7 @@ def frequent_switches() -> contextlib.AbstractContextManager[None]:
 
 
 def freeze_imports() -> None:
-    """Exempt all present objects from garbage collection once, unless ``FREEZE`` is 0."""
+    """Exempt present objects from garbage collection, unless ``FREEZE`` is 0 or a model is open."""
     # A thousand tasks trigger a full collection, which scans the 400,000 objects of torch and
     # transformers: 0.2 s every few steps. This runs before a model is loaded, since a frozen model
     # in reference cycles, as with accelerate's hooks, could never be freed. Freeze nothing if a

@@ -107,7 +107,7 @@ class LocalEvaluator(Evaluator):
         return in_parts(queries, [others, *([i] for i in pictured)], self._answers)
 
     def _tell_if_room_is_short(self) -> None:
-        """Warn once if half of the computed tokens or more were recomputed or could not be kept."""
+        """Warn once if many tokens, half of those computed or more, were recomputed or not kept."""
         tree, cache = self.scheduler.tree, self.scheduler.cache
         num_again = tree.num_recomputed + self.scheduler.tokens_without_room
         num_slots = tree.num_slots if cache.pool.bytes_per_slot else 0
@@ -140,7 +140,7 @@ class LocalEvaluator(Evaluator):
     # ---------------------------------------------------------------- the cache
 
     def num_cached(self, query: RowQuery, tier: TierName | None = None) -> int:
-        """Return how many of a context's tokens are cached; the last one does not count."""
+        """Return how many of a context's tokens are cached; the last token does not count."""
         if len(query.context) > self.scheduler.can.max_cacheable_len:
             return 0
         # The last token always goes through the model: its logits are the answer.
@@ -148,7 +148,7 @@ class LocalEvaluator(Evaluator):
         return tree.num_cached(ids[:-1], query.adapter, tier)
 
     def pin(self, query: RowQuery) -> bool:
-        """Compute a context, pin it in the cache until ``clear()``; return whether it had room."""
+        """Compute a context and cache it until ``clear()``; return whether there was room."""
         with self._in_place(query.adapter):
             node = self.scheduler.computed(query)
         return node is not None and self.scheduler.cache.pin(node)

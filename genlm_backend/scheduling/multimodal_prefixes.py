@@ -27,7 +27,7 @@ FEW_BEHIND: Final = 64
 
 @final
 class MultimodalPrefixes:
-    """Computes a context's opening in one pass: the first tokens, to which its pictures belong."""
+    """Computes in one pass a context's opening: its first tokens, among which all pictures lie."""
 
     def __init__(self, runner: Runner, cache: PrefixCache, run_alone: Callable[..., None]) -> None:
         self._runner, self._cache, self._run_alone = runner, cache, run_alone

@@ -20,7 +20,7 @@ from genlm_backend.readouts.score_query import NO_EXTRAS, ScoreExtras, numbers_o
 from genlm_backend.scheduling.prefill_plan import ScheduledQuery
 
 _Output: TypeAlias = tuple[int, ScheduledQuery, int]
-"""The index of a row of logits, the query that needs the row, and the row's context position."""
+"""Index of a row of logits, a query that needs the row, and the position it follows."""
 
 
 @final
@@ -34,7 +34,7 @@ class OutputProcessor:
 
     @torch.inference_mode()  # the logits are inference tensors, and may be overwritten
     def table(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return log-probabilities, float32 ``[num_outputs, vocab]``; may overwrite the logits."""
+        """Return float32 log-probabilities ``[num_outputs, model_vocab]``; may overwrite logits."""
         return log_softmax(logits, self._undefined_ids(), in_place=True)[0]
 
     @torch.inference_mode()
@@ -48,7 +48,7 @@ class OutputProcessor:
         return rows_of_logits(logits, self.device, self._undefined_ids(), in_place=True)
 
     def hand_out(self, logits: torch.Tensor, wanted: Sequence[_Output]) -> None:
-        """Store a pass's results in the jobs: scores first, since rows may overwrite the logits."""
+        """Store a pass's results in its queries; scores first, as rows may overwrite the logits."""
         scored = [(index, job, at - job.first) for index, job, at in wanted if job.targets]
         if scored:
             indices = sorted({index for index, _, _ in scored})
@@ -64,7 +64,7 @@ class OutputProcessor:
                     job.row = rows[index]
 
     def _put_scores(self, logits: torch.Tensor, wanted: Sequence[_Output]) -> None:
-        """Compute the scores of targets and store them in their jobs."""
+        """Compute and store scores; in ``wanted``, target indices take the place of positions."""
         kinds: defaultdict[ScoreExtras, list[_Output]] = defaultdict(list)
         for one in wanted:
             kinds[one[1].beside].append(one)

@@ -202,9 +202,9 @@ def plan_chunks(
 ) -> list[PrefillChunk]:
     """Return chunks that together answer every job, parents before their children."""
     chunks: list[PrefillChunk] = []
-    # Contexts whose cached prefixes end at different nodes share no uncached tokens: the cache
-    # would have matched a longer common prefix for both. (The targets of a scored text count as
-    # uncached: they are computed even if other contexts have cached them.)
+    # Contexts whose cached prefixes end at different nodes share no uncached tokens, or the cache
+    # would have matched a longer prefix of one of them. Exception: the targets of a scored text,
+    # which are computed even if they are cached.
     by_node: defaultdict[int, list[ScheduledQuery]] = defaultdict(list)
     for job in jobs:
         by_node[job.node].append(job)
@@ -232,7 +232,7 @@ def _may_part(jobs: Sequence[ScheduledQuery], cost: CostModel) -> bool:
 
 
 def plan_uncached(wanted: Iterable[tuple[ScheduledQuery, Sequence[int]]]) -> list[PrefillChunk]:
-    """Return one chunk per distinct context, from its first token to its last output."""
+    """Return a chunk per pair, from the first token to the last position; merge equal chunks."""
     chunks: dict[Context, PrefillChunk] = {}
     for job, positions in sorted(wanted, key=lambda pair: pair[1][0]):
         stop = positions[-1] + 1
@@ -244,7 +244,7 @@ def plan_uncached(wanted: Iterable[tuple[ScheduledQuery, Sequence[int]]]) -> lis
 
 
 def _split(jobs: Iterable[ScheduledQuery], position: int) -> list[list[ScheduledQuery]]:
-    """Group sorted jobs that share a cached prefix by the token at ``position``."""
+    """Group sorted jobs by the token at ``position``; all of them share a cached prefix."""
     return [list(part) for _, part in groupby(jobs, lambda job: job.missing[position - job.start])]
 
 

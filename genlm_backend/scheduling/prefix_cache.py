@@ -71,7 +71,7 @@ class PrefixCache:
     # ---------------------------------------------------------------- contexts
 
     def match(self, context: Context, adapter: Adapter | None, most: int) -> int:
-        """Return the longest cached prefix's node, at most ``most`` deep; keep it in this batch."""
+        """Return the node of the longest cached prefix of up to ``most`` tokens; touch it."""
         return self.tree.match(context.packed(0, most), adapter, context.cache_hint)
 
     def pin(self, node: int) -> bool:
@@ -84,7 +84,7 @@ class PrefixCache:
         return True
 
     def resumed(self, node: int) -> int:
-        """Return the deepest ancestor with a state, where repeated queries resume; or ``node``."""
+        """Return the deepest ancestor with a state, where repeats resume; if none, ``node``."""
         tree = self.tree
         start = int(tree.states.last(tree.nodes.parent[[node]])[0])
         return start if tree.nodes.depth[start] else node
@@ -115,7 +115,7 @@ class PrefixCache:
         end = tree.nodes.ancestors(end, np.array([num_resumed], np.int32))
         if not states or tree.nodes.state[end[0]]:
             return True
-        numbers = tree.states.give(end, np.ones(1, np.int64))  # needed: others may be evicted
+        numbers = tree.states.give(end, np.ones(1, np.int64))  # needed: may evict others
         if numbers[0]:
             with tree.states.filling(end):
                 self.state_pool.write(numbers, states)

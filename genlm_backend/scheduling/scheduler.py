@@ -24,8 +24,8 @@ rows of a pass have equal numbers of new tokens. Some models continue from a sta
 a time, with a pass for each token.
 
 **Limits of models.** Beyond some length, "longrope" and "dynamic" RoPE scaling use other rotary
-frequencies, so cached keys are wrong: each such context runs uncached, in its own pass. Llama 4
-scales attention by the number of columns, so rows of its passes have equally many cached tokens.
+frequencies, so cached keys are wrong: each longer context runs uncached, in its own pass. Llama 4
+scales attention by a pass's number of cached columns, so its rows have equally many cached tokens.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class Scheduler:
         self.cost = cost if cache.most_rows is None else replace(cost, max_rows=cache.most_rows)
         self.uncached_attention = uncached_attention
         self.tokens_reused = self.tokens_without_room = 0
-        # A decode step whose contexts all extend contexts of one earlier step reuses its plan, with
-        # rows permuted and one more column; otherwise a plan is made. Entries: the plan, the sorted
-        # ``node_uses`` of its rows' last nodes, and the permutation that sorts these.
+        # If all contexts of a decode step extend contexts of one earlier step, reuse that step's
+        # plan, with rows permuted and one more column. Entries: the plan, the sorted ``node_uses``
+        # (``Nodes``) of its rows' last nodes, and the permutation that sorts the ``node_uses``.
         self._remembered: deque[tuple[CascadePlan, NDArray[np.int64], NDArray[np.intp]]] = deque(
             maxlen=NUM_REMEMBERED
         )
@@ -158,7 +158,7 @@ class Scheduler:
             return [error] * len(queries)
 
     def _run_unshared(self, queries: Sequence[Query]) -> dict[Query, Result]:
-        """Answer the queries that share no pass: long contexts, and some with pictures."""
+        """Answer long queries and some with pictures, each alone; cache the others' openings."""
         apart: dict[Query, Result] = {}
         if self.can.max_cacheable_len < math.inf:
             long = [q for q in queries if len(q.context) > self.can.max_cacheable_len]
@@ -235,7 +235,7 @@ class Scheduler:
             self._run_pass(chunks, None, attention)
             return
         self.tree.states.release(before)
-        # If a state advances token by token, pass i runs token i of each chunk that continues one.
+        # If states advance token by token, pass i runs token i of chunks that continue a state.
         is_one_by_one = not self.can.takes_several_tokens
         pieces = [each.by_token() if is_one_by_one and each.start else [each] for each in chunks]
         num_passes = np.array([*map(len, pieces)])
@@ -292,7 +292,7 @@ class Scheduler:
             )
 
     def computed(self, query: RowQuery) -> int | None:
-        """Cache a context and a state to repeat it from; return its node, ``None`` without room."""
+        """Cache a context, and a state to repeat it from. Return its node, ``None`` if no room."""
         tree, size = self.tree, len(query.context)
         if self.cache.keeps:
             self.check_cacheable(size)
@@ -484,7 +484,7 @@ class Scheduler:
         tokens: NDArray[np.int32],
         read: Callable[[torch.Tensor], NDArray[np.bool_]],
     ) -> NDArray[np.int32] | None:
-        """Run one token after each node, and cache the tokens whose rows are sound.
+        """Run one token after each of ``R`` nodes, and cache the tokens whose rows are sound.
 
         Args:
             nodes: The node before each row's token: int32 ``[R]``.
@@ -493,7 +493,7 @@ class Scheduler:
                 returns whether each row is free of NaN.
 
         Returns:
-            The node of each row's token, 0 for one with NaN: int32 ``[R]``. ``None`` if the cache
+            The node of each row's token, 0 for a row with NaN: int32 ``[R]``. ``None`` if the cache
             lacks room.
         """
         cache, tree = self.cache, self.tree
@@ -536,7 +536,7 @@ class Scheduler:
         return kept
 
     def _decode_plan(self, nodes: NDArray[np.int32], past: CachedPrefixes) -> CascadePlan | None:
-        """Return the cascade plan by which a decode step reads the cached tokens of nodes."""
+        """Return the cascade plan by which a decode step reads the cached tokens of its rows."""
         attention, tree = self.cache.attention, self.tree
         # If these change, slots have moved or the tree was cleared: remembered plans are invalid.
         valid_for = tree.nodes.key, tree.num_slot_changes, attention
@@ -579,7 +579,7 @@ class Scheduler:
         if not self.cache.keeps or step.has_pictures or sizes.max() >= self.can.max_cacheable_len:
             return None
         found = nodes.numbered(step.hints, step.hint_key, self.tree.root(step.adapter))
-        if (nodes.depth[found] > sizes).any():  # rows computed before have their last token's node
+        if (nodes.depth[found] > sizes).any():  # a row computed before is at its last token's node
             found = nodes.ancestors(found, sizes)
         if self.cache.state_pool.num_states:
             found = self._at_states(found, step.lengths)
@@ -677,7 +677,7 @@ class Scheduler:
     # ---------------------------------------------------------------- recurrent states
 
     def _end(self, chunk: PrefillChunk) -> int:
-        """Return a chunk's last node; 0 if the cache already has a state for the same tokens."""
+        """Return a chunk's last node; 0 if no chunk continues it and the cache has its state."""
         if not chunk.num_behind:
             tokens = np.asarray(chunk.token_ids, np.int32)
             known = self.tree.nodes.walk(chunk.before, tokens)

@@ -53,7 +53,8 @@ class Continuation(NamedTuple):
     Attributes:
         text: The word, without the blanks around it; bytes that are not UTF-8 become ``"�"``.
         logprob: The log-probability of the word's tokenisations found so far, in nats: a lower
-            bound, since the unexplored probability (``Continuations.log_rest``) may belong to it.
+            bound, since the word may have part of the unexplored probability (``log_rest`` of
+            ``Continuations``).
     """
 
     text: str
@@ -475,8 +476,8 @@ class _Ways:
         self._alphabet, self._byte_vocab, self._data = lm.alphabet, lm.byte_vocab, data
         self._words, self._word_ends = words, word_ends
         wanted = [data + blank for blank in BLANKS] if word_ends else [data]
-        # Most bytes of a path. With the caller's ``words``, it may end with a part of a character
-        # after the text. The part has at most 3 bytes, as many as the longest blank.
+        # Most bytes of a path. With the caller's ``words``, a path may end with a part of the
+        # character after the text. The part has at most 3 bytes, as many as the longest blank.
         self.longest = max(map(len, wanted))
         self._is_default = words == NOT_BLANK
         self._wanted = wanted if self._is_default else [data]

@@ -279,7 +279,7 @@ _AT_ONCE: Final = 200
 
 @final
 class _Asked:
-    """The checked options of ``surprisal``, and the options of ``batch_score_with`` they need."""
+    """The checked options of ``surprisal``, and those of ``batch_score_with`` that they require."""
 
     def __init__(self, lm: AsyncLM, options: SurprisalOptions) -> None:
         instance(AsyncLM, "an AsyncLM")("lm", lm)
@@ -431,7 +431,7 @@ class _Text:
         )
 
     def _logprob(self, region: Region, logprobs: list[float], ends: list[float] | None) -> float:
-        """Return the log-probability of a token or word; with ``ends``, of a word and its end."""
+        """Return a region's log-probability; with ``ends``, of word and end, given the last end."""
         total = math.fsum(logprobs[region.first : region.last])
         if ends is None:
             return total

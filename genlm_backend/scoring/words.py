@@ -79,7 +79,7 @@ class Spelling:
 
     @property
     def tokens(self) -> list[Region]:
-        """Each token's region; a character split across tokens belongs to each token's region."""
+        """Each token's region; a character split across tokens is in the region of each of them."""
         found = list[Region]()
         for i, (begin, end) in enumerate(itertools.pairwise(self._places)):
             first = bisect_right(self._chars, max(begin, 0)) - 1
@@ -89,7 +89,7 @@ class Spelling:
 
     @property
     def portions(self) -> list[list[tuple[int, int]]]:
-        """For each token, pairs: a character's index, and the number of token bytes to its end."""
+        """For each token, pairs (character index, number of token bytes to the character's end)."""
         found = list[list[tuple[int, int]]]()
         for begin, end in itertools.pairwise(self._places):
             # A blank that the tokenizer puts before a text belongs to the first character; a token

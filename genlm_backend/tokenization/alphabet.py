@@ -68,7 +68,7 @@ class Alphabet:
         return start, bisect_right(self._spelt, data, start, key=lambda own: own[:size])
 
     def intervals(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
-        """Return the intervals of the proper prefixes of some tokens: int32 ``[n, width, 2]``.
+        """Return the intervals of the proper prefixes of ``n`` tokens: int32 ``[n, width, 2]``.
 
         Interval ``k`` of a token of ``m`` bytes, for ``k < m - 1``, is the range (start, stop) of
         indices into ``order`` of all tokens with the same first ``k + 1`` bytes. For a token in

@@ -21,7 +21,7 @@ def with_one_bos(tokenizer: Any, token_ids: list[int]) -> list[int]:
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a prompt, with at most one BOS at the beginning.
+    """Return the token ids of a prompt, without the added BOS if the prompt begins with the BOS.
 
     Raises:
         ContextError: (``ValueError``) If the tokenizer cannot encode text, or returns no ids.

@@ -76,13 +76,13 @@ class CompiledDecoder:
         return [to_utf8(piece) for piece in pieces]
 
     def with_byte_fallback(self) -> CompiledDecoder:
-        """Return the decoder with a first stage that reads ``<0xNN>`` as a byte."""
+        """Return the decoder, with a first stage added if none reads ``<0xNN>`` as a byte."""
         if _byte_fallback in self.stages:
             return self
         return dataclasses.replace(self, stages=(_byte_fallback, *self.stages), is_byte_level=False)
 
     def with_word_ends(self, suffix: str) -> CompiledDecoder:
-        """Return the decoder with the word-end ``suffix`` of a token turned into a space."""
+        """Return a decoder like this one that decodes a token's word-end ``suffix`` as a space."""
 
         def stage(piece: str) -> bytes:
             text = piece.removesuffix(suffix)
@@ -145,7 +145,7 @@ def infer_decoder(
     stages = [_compile_stage(stage) for stage in splitters if stage.get("type") == "Metaspace"]
     for stage in reversed(_flatten(normalizer) if normalizer else []):
         if (stage.get("pattern") or {}).get("String") == " " and stage.get("content"):
-            # Undo the normalizer's replacement of a space, by "▁" or byte-level BPE's "Ġ".
+            # Undo the normalizer's replacement of a space with "▁" or byte-level BPE's "Ġ".
             stages.append(_replace(stage["content"], " "))
         elif stage.get("type") == "ByteLevel":
             return compile_decoder({"type": "ByteLevel"})

@@ -19,7 +19,7 @@ from genlm_backend.tokenization.decoder import (
 )
 from genlm_backend.tokenization.token import ByteVocab
 
-# Roughly the number of texts to check per kind of added token: Gemma has 6,400 in two kinds.
+# Roughly the texts to check per kind of added token: Gemma has 6,400 such tokens of two kinds.
 _TEXTS_OF_A_KIND: Final = 64
 
 
@@ -165,7 +165,7 @@ def _special_ids(tokenizer: Any, added_tokens: Mapping[int, Any]) -> set[int]:
 
 
 def _decoder(rust: Any, falls_back: bool) -> CompiledDecoder:
-    """Return the declared decoder, or an inferred one, with word-end suffix or byte fallback."""
+    """Return the declared or inferred decoder, plus a word-end suffix or byte fallback, if any."""
     settings = ("end_of_word_suffix", "continuing_subword_prefix", "byte_fallback")
     model = {setting: getattr(rust.model, setting, None) for setting in settings}
     if rust.decoder is not None:
@@ -237,7 +237,7 @@ class _Texts:
         """Return the bytes of an added token that is neither special nor in the model."""
         text = self.normalized(text) if is_normalized else text
         if self.decoder.reads_bytes and not (is_normalized and self.writes_spaces):
-            # A byte-level decoder would read each character as a byte; texts have the characters.
+            # A byte-level decoder would read each character as a byte; a text spells them in UTF-8.
             return text.encode()
         return self.decoder.decode([text])[0]
 
@@ -281,6 +281,7 @@ class _Texts:
         try:
             spelt.decode()
         except UnicodeDecodeError:
-            # The model may read "é" as one byte: no byte string is both that byte and the text "é".
+            # The model may read "é" as one byte, but a text spells it as two. Return these two, so
+            # that the self-check fails, unless the token is a byte token.
             return spelt if is_byte_token(added.content) else added.content.encode()
         return spelt

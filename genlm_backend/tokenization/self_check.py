@@ -59,7 +59,7 @@ def _check(vocab: ByteVocab, text: str) -> None:
 
 
 def _check_printed(vocab: ByteVocab, text: str, ids: list[int]) -> None:
-    """Raise an error if the declared decoder prints a text for ``ids`` that is not their bytes."""
+    """Raise an error if the declared decoder prints text other than the bytes of ``ids``."""
     if vocab.prints is None:
         return
     # For Rust tokenizers, ``_comes_back`` ignores white space. This compares it too.

@@ -22,12 +22,12 @@ Backend = Literal["parallel", "sequential"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrieStatistics(Readable):
-    """Counts of the batches of each operation, since the trie was created or last shut down.
+    """Counts and durations of each operation, since the trie was created or last shut down.
 
     Attributes:
-        sum: Batches of ``weight_sum`` and ``mass_sum``.
-        max: Batches of ``weight_max``.
-        log_sum: Batches of ``log_weight_sum``.
+        sum: Batches and queries of ``weight_sum`` and ``mass_sum``.
+        max: Batches and queries of ``weight_max``.
+        log_sum: Batches and queries of ``log_weight_sum``.
     """
 
     sum: BatcherStatistics
@@ -58,7 +58,7 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
 
     Raises:
         OptionTypeError: (``TypeError``) If an argument has a wrong type.
-        OptionError: (``ValueError``) If ``batch_size`` or ``timeout`` is too small.
+        OptionError: (``ValueError``) If ``batch_size`` is below 1, or ``timeout`` negative or NaN.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
 
         Raises:
             UnknownBackendError: If there is no such ``backend``.
-            Exception: Any error of the trie's constructor.
+            Exception: Any error of this class's constructor or of the trie's.
         """
         checked(_CHECKS, {"batch_size": batch_size, "timeout": timeout})
         if not isinstance(backend, str | None) or backend not in (None, *get_args(Backend)):
@@ -157,7 +157,7 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
     # ---------------------------------------------------------------- statistics and threads
 
     def statistics(self) -> TrieStatistics:
-        """Return counts of the batches of each operation."""
+        """Return the counts and durations of each operation's queries and batches so far."""
         batchers = self._started()
         return TrieStatistics(
             **{operation: batcher.statistics() for operation, batcher in batchers.items()}
@@ -183,9 +183,9 @@ class AsyncTokenCharacterTrie(OfOneProcess, Closing):
     def shutdown(self) -> None:
         """End the worker threads after their current batches, and free the trie's spare buffers.
 
-        Callers that still wait get a ``QueryDroppedError``. A second call has no effect, and a
-        later query starts new threads. In a fork of the process that made the first query, this
-        does nothing.
+        All waiting callers, also those of the current batches, get a ``QueryDroppedError``. A
+        second call has no effect, and a later query starts new threads. In a fork of the process
+        that made the first query, this does nothing.
         """
         if self._lock.is_foreign:
             return

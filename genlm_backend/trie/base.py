@@ -27,10 +27,10 @@ class VocabularyTrie(abc.ABC):
     entries have the same spelling; an empty entry's leaf is a child of the root. Nodes are numbered
     so that children come before parents and the root is last; equal vocabularies get equal numbers.
 
-    Weights are one real number per entry, in ``decode``'s order: NumPy arrays, or torch tensors
-    on any device (without gradients). Half precision, float32 and booleans give float32
-    results; float64 and integers give float64 (float32 on MPS). A NaN propagates to the prefixes
-    of its token and nowhere else. Do not modify weights before an awaited result has arrived.
+    Weights are one real number per entry, in ``decode``'s order: a NumPy array, a sequence, or a
+    torch tensor on any device. Results carry no gradients. Half precision, float32 and booleans
+    give float32 results; float64 and integers give float64 (float32 on MPS). A NaN propagates to
+    the prefixes of its token and nowhere else. Do not modify weights while you await a result.
 
     Args:
         decode: The vocabulary: ``Token`` objects, ``bytes``, strings, or other iterables of
@@ -156,7 +156,7 @@ class VocabularyTrie(abc.ABC):
                 self.evaluate_rows(operation, [np.zeros(len(self.decode), dtype)])
         self.release()
 
-    def release(self) -> None:  # noqa: B027  (most tries keep nothing)
+    def release(self) -> None:  # noqa: B027  (a trie may keep nothing)
         """Free the buffers that the trie keeps for reuse, if it keeps any."""
 
     def tokens_below(self, node: int) -> NDArray[np.int32]:
@@ -174,7 +174,7 @@ class VocabularyTrie(abc.ABC):
         """
         layout, start = self.layout, self.layout.run(integer(0, self.root)("node", node))
         end, tokens = start + 1, []
-        while start < end:  # runs of one level; their child runs follow one another
+        while start < end:  # these runs have one level, so their child runs follow one another
             first, last = np.searchsorted(layout.leaf_runs, (start, end))
             tokens.append(layout.leaf_tokens[first:last])
             start, end = int(layout.run_children[start]), int(layout.run_children[end])
@@ -273,8 +273,8 @@ class VocabularyTrie(abc.ABC):
         """Return the log-sum-exp of the weights below each node: ``[num_nodes]``.
 
         The logarithm of ``weight_sum(exp(ws))``, for log-weights. It is accurate even if the
-        exponentials would underflow, since each sum is shifted by its own maximum; otherwise
-        like ``weight_sum``.
+        exponentials would underflow, since the largest weight below a node is subtracted before
+        ``exp`` and added after the logarithm. Otherwise like ``weight_sum``.
         """
         return self._one("log_sum", ws)
 
@@ -282,7 +282,8 @@ class VocabularyTrie(abc.ABC):
         """Return ``weight_sum`` of each row of weights: ``[batch, num_nodes]``.
 
         Args:
-            ws: Weights ``[batch, len(decode)]``, or a sequence of ``[len(decode)]``.
+            ws: Weights ``[batch, len(decode)]``, or a sequence of rows ``[len(decode)]``. All
+                results have the precision of the most precise row.
         """
         return self._batch("sum", ws)
 
@@ -322,7 +323,7 @@ class VocabularyTrie(abc.ABC):
             ws: Weights to label the nodes with: one per token (drawn as sums) or one
                 per node, as the other methods return them.
             max_depth: Letters from the root to draw, at most; by default no limit.
-            max_nodes: Nodes to draw, at most.
+            max_nodes: Nodes of the trie to draw, at most.
 
         Raises:
             MissingExtraError: If the package ``graphviz`` is not installed (extra ``viz``).

@@ -1,7 +1,8 @@
 """build_layout: builds the arrays of a vocabulary's trie.
 
-One pass over the sorted words finds the runs (see ``layout.py``) from the length of each word's
-common prefix with the word before it (Kasai et al., 2001). Array arithmetic numbers runs and nodes.
+A *word* is an entry as the codes of its letters. One pass over the sorted words finds the runs (see
+``layout.py``) from the length of each word's common prefix with the word before it (Kasai et al.,
+2001). Then array arithmetic gives runs and nodes their numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from genlm_backend.trie.layout import Int32, TrieLayout
 def build_layout(decode: Sequence[Any]) -> TrieLayout:
     if not decode:
         raise VocabularyError("a trie needs a vocabulary of at least one token; got none")
-    # 1. Find the runs: first those that end in a leaf, one per word, then branches as discovered.
+    # 1. Find the runs: run k < num_words ends in the leaf of word k; the others are branches.
     alphabet, letters, lengths, order = _sort(decode)
     parents, bottoms, firsts = _find_runs(lengths, _shared_lengths(letters, lengths))
     num_words, num_runs = len(lengths), len(parents)
@@ -47,7 +48,7 @@ def build_layout(decode: Sequence[Any]) -> TrieLayout:
     codes = np.zeros(len(runs), letters.dtype)
     codes[has_letter] = letters[ends[has_letter] - 1]
 
-    # 4. Number the runs by kind: from 0 those that end in a leaf, and after them the branches.
+    # 4. Number the runs again, by kind (``sources``): those that end in a leaf, then branches.
     leaf_runs = np.flatnonzero(found < num_words).astype(np.int32)
     branch_runs = np.flatnonzero(found >= num_words).astype(np.int32)
     sources = np.empty(num_runs, np.int32)
@@ -77,9 +78,9 @@ def build_layout(decode: Sequence[Any]) -> TrieLayout:
 def _sort(
     decode: Sequence[Any],
 ) -> tuple[list[Any] | None, NDArray[np.unsignedinteger], NDArray[np.int64], Int32]:
-    """Return the alphabet, and the sorted words' letter codes, lengths and ``decode`` positions."""
+    """Return the alphabet (``None``: bytes), and the sorted words' codes, lengths and positions."""
     if all(isinstance(item, bytes) for item in decode):
-        words = [bytes(item) for item in decode]  # plain bytes: Tokens would sort by id
+        words = [bytes(item) for item in decode]  # plain bytes, since Tokens would sort by id
         alphabet, width = None, 1
     else:
         words, alphabet = coded_entries(decode)
@@ -99,7 +100,7 @@ def _sort(
 
 @compiled
 def _shared_lengths(codes, lengths):
-    """Return each word's common-prefix length with the word before it: int64 ``[num_tokens]``."""
+    """Return each word's common-prefix length with the word before it: int64 ``[num_words]``."""
     shared = np.zeros(len(lengths), np.int64)
     start = 0
     for k in range(1, len(lengths)):
@@ -115,8 +116,8 @@ def _shared_lengths(codes, lengths):
 
 @compiled
 def _find_runs(lengths, shared):
-    """Return each run's parent, bottom depth and first word: three arrays ``[num_runs]``."""
-    # Run k < num_words ends in the leaf of word k, one level below its last letter.
+    """Return each run's parent (-1 for the root's), its lowest node's depth and its first word."""
+    # Run k < num_words ends in the leaf of word k, one below the node of the word's last letter.
     num_words = len(lengths)
     parents = np.full(2 * num_words, -1, np.int64)
     bottoms = np.zeros(2 * num_words, np.int64)

@@ -2,10 +2,10 @@
 
 A *run* is a maximal chain of nodes with one child each, including the leaf or branching node at its
 end; a run that ends in a branching node is a *branch*. The same tokens lie below all nodes of a
-run, so one value per branch is computed: 60,000 for 130,000 tokens and 400,000 nodes. Runs are
-numbered breadth-first from the deepest level up, alphabetically within a level, and the nodes of a
-run from its bottom up. So children come before parents, and the child runs of runs 0, 1, 2, …
-follow one another. For the vocabulary a, abc, b::
+run, so one value per branch is computed: 60,000 for 130,000 tokens and 400,000 nodes. A run's
+*level* is the number of branches above it. Runs are numbered from the deepest level up,
+alphabetically within a level, and the nodes of a run from its bottom up. So children come before
+parents, and the child runs of runs 0, 1, 2, … follow one another. For the vocabulary a, abc, b::
 
     node 7, the root                  run 4: [7]
     ├─ a: node 4                      run 2: [4]
@@ -30,18 +30,18 @@ Int32 = NDArray[np.int32]
 class TrieLayout:
     """The trie of a vocabulary, without a Python object per node."""
 
-    alphabet: list[Any] | None
-    codes: NDArray[np.unsignedinteger]  # [num_nodes]
-    run_start: Int32  # [num_runs + 1] int32
-    run_parent: Int32  # [num_runs - 1] int32
-    run_children: Int32  # [num_runs + 1] int32
-    sorted_tokens: Int32  # [num_tokens] int32
-    leaf_tokens: Int32  # [num_tokens] int32
-    leaf_runs: Int32  # [num_tokens] int32
-    leaf_parents: Int32  # [num_tokens] int32
-    branch_runs: Int32  # [num_branches] int32
-    branch_parents: Int32  # [num_branches] int32
-    node_sources: Int32  # [num_nodes] int32
+    alphabet: list[Any] | None  # the letter of each code; None if letters are bytes
+    codes: NDArray[np.unsignedinteger]  # [num_nodes] code of the prefix's last letter, or 0
+    run_start: Int32  # [num_runs + 1] first node of each run; then num_nodes
+    run_parent: Int32  # [num_runs - 1] run above each run but the root's, which is last
+    run_children: Int32  # [num_runs + 1] where the child runs of each run begin; then their number
+    sorted_tokens: Int32  # [num_tokens] positions in ``decode``, in alphabetical order
+    leaf_tokens: Int32  # [num_tokens] positions in ``decode``, in the order of ``leaf_runs``
+    leaf_runs: Int32  # [num_tokens] runs that end in a leaf, ascending
+    leaf_parents: Int32  # [num_tokens] index in ``branch_runs`` of the run above each leaf run
+    branch_runs: Int32  # [num_branches] runs that end in a branching node, ascending
+    branch_parents: Int32  # [num_branches] the same for each branch; num_branches if none is above
+    node_sources: Int32  # [num_nodes] index of each node's run in leaf_runs, then branch_runs
 
     @property
     def num_nodes(self) -> int:

@@ -42,8 +42,8 @@ async def lm_trie_weights(
     """Return each node's weight under the model's next-token distribution: ``[trie.num_nodes]``.
 
     Concurrent calls share the model's forward passes and an asynchronous trie's batches. The
-    weights stay on a GPU if the model returns its rows on it (``output_device``) and the trie is a
-    ``ParallelTokenCharacterTrie(…, device=…, as_tensor=True)`` on the same GPU.
+    weights stay on a GPU if the model returns its rows there (``output_device``) and the trie is or
+    wraps a ``ParallelTokenCharacterTrie(…, device=…, as_tensor=True)`` on the same GPU.
 
     Args:
         lm: The model that computes the log-probabilities.
@@ -60,7 +60,7 @@ async def lm_trie_weights(
         VocabularyError: If the trie has entries that are not tokens of ``lm``.
         OptionError: (``ValueError``) If there is no such ``operation``.
         OptionTypeError: (``TypeError``) If ``lm`` is no model or ``trie`` no trie.
-        Exception: Any error of the model for the context.
+        Exception: Any error of the model for the context, or of the trie for the weights.
     """
     one_of(*get_args(Operation))("operation", operation)
     _TRIE("trie", trie)

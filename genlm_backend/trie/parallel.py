@@ -20,7 +20,7 @@ from genlm_backend.trie.reachability import RADIX, build_reachability
 from genlm_backend.trie.weights import Operation, Weights, is_tensor, to_numpy, torch_dtype
 
 MAX_ELEMENTS = 1 << 26
-"""Most elements of an intermediate tensor; a larger batch is evaluated in parts."""
+"""About the most elements of one tensor: a larger batch is evaluated in parts, of a row or more."""
 
 
 @final
@@ -28,8 +28,8 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
     """A trie that sums and maximises with a sparse reachability matrix in torch.
 
     See ``VocabularyTrie`` for the vocabulary and the weights, and ``reachability.py`` for the
-    matrix. It is meant for a GPU; on a CPU, ``TokenCharacterTrie`` is faster. The results of the
-    two are equal up to rounding.
+    matrix. This class is meant for a GPU; on a CPU, ``TokenCharacterTrie`` is faster. The results
+    of both classes are equal up to rounding.
 
     Args:
         decode: The vocabulary.
@@ -110,7 +110,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
 
     def _evaluate_part(self, operation: Operation, weights: Tensor) -> Tensor:
         # A row of the table has the values of the tokens, of the blocks of every level, and of the
-        # branches. They are written into it, since concatenating them would double the time.
+        # branches. Each part is written in place, since concatenating them would double the time.
         num_branches, num_columns = self._shape
         table = weights.new_empty(len(weights), num_columns + num_branches)
         columns = table[:, :num_columns]

@@ -1,9 +1,10 @@
 """Reachability: which tokens lie below which branch, as a sparse matrix with short rows.
 
-The columns are the tokens in alphabetical order, then the blocks of each level: ``RADIX`` tokens
-or ``RADIX`` blocks of the level before. A branch's tokens are an interval: each level covers its
-ends with fewer than ``RADIX`` columns, and the next level the rest (Bentley's segment tree). A root
-of 128,256 tokens needs 21 columns. Short sums are fast in parallel, and accurate in float32.
+The columns are the tokens in alphabetical order, then the blocks: a block has ``RADIX`` tokens or
+``RADIX`` blocks of the level before. The tokens of a branch (see ``layout.py``) are an interval.
+Each level covers each end of the interval with fewer than ``RADIX`` columns, and the next level the
+rest (Bentley's segment tree). A root of 128,256 tokens needs 21 columns. Short sums are fast in
+parallel, and accurate in float32. The *sweeps* are loops on the CPU that do without the matrix.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ Int64 = NDArray[np.int64]
 class Reachability:
     """A boolean matrix, branches × (tokens and blocks of tokens), in CSR format."""
 
-    level_sizes: list[int]
-    row_starts: Int64  # [num_rows + 1] int64
-    columns: Int64  # [num_stored] int64
+    level_sizes: list[int]  # number of tokens, then of the blocks of each level
+    row_starts: Int64  # [num_branches + 1] int64, each row's start in ``columns``, then the end
+    columns: Int64  # int64, the columns of row 0, then those of row 1, and so on
     node_sources: Int64  # [num_nodes] int64, indices into the columns followed by the rows
 
 
@@ -68,7 +69,7 @@ def _cover(first: Int64, end: Int64, level_sizes: list[int]) -> tuple[Int64, Int
     offset = 0
     interval = np.arange(len(first))
     for size in level_sizes:
-        # Blocks of the next level cover ``left`` to ``right``; this level covers the two ends.
+        # Later levels cover ``left`` to ``right`` if that is not empty; this level covers the rest.
         left, right = -(-first // RADIX) * RADIX, end // RADIX * RADIX
         is_apart = left < right
         for a, b in ((first, np.where(is_apart, left, end)), (np.where(is_apart, right, end), end)):
@@ -91,7 +92,7 @@ def _copy_to_nodes(values, out, node_sources) -> None:
 
 @compiled
 def _maximise(ws, values, totals, leaf_tokens, leaf_parents, branch_parents) -> None:
-    """Write weights and branch maxima to ``values``, maxima to ``totals``; NaN is the largest."""
+    """Write branch maxima to ``totals``, weights and these to ``values``; NaN is the largest."""
     num_leaves = np.uint64(len(leaf_tokens))
     totals[:] = -np.inf
     for k in range(len(leaf_tokens)):
@@ -136,7 +137,7 @@ def sweep_max(
 def sweep_log_sum(
     ws, out, values, totals, leaf_tokens, leaf_parents, branch_parents, node_sources
 ) -> None:
-    """Write the log-sum-exp under each node to ``out``, shifted by the branch's maximum."""
+    """Write the log-sum-exp under each node to ``out``; exp gets x minus the branch's maximum."""
     num_leaves = np.uint64(len(leaf_tokens))
     num_branches = len(branch_parents)
     shifts = np.empty_like(totals)

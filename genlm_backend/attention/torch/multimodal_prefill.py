@@ -96,7 +96,7 @@ class _OpeningLayer(SlotLayer):
 
 @torch.inference_mode()
 def positions_of(model: Any, input_ids: Tensor, pictures: Pictures) -> tuple[Tensor | None, int]:
-    """Return a context's position ids (``None``: 0, 1, …), and later text's position offset."""
+    """Return a context's position ids (``None``: 0, 1, …) and the shift of all later positions."""
     # Models with multidimensional positions (Qwen's) compute them from picture shapes.
     count = next(filter(None, (getattr(m, "get_rope_index", None) for m in model.modules())), None)
     if count is None:

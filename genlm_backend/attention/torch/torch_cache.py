@@ -1,4 +1,4 @@
-"""A transformers cache whose keys and values are in slots, with the rows' recurrent states."""
+"""A transformers cache over slots of a pool of keys and values, with recurrent states."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 def write_new(pool: KVPool, layer: int, batch: ForwardBatch, keys: Tensor, values: Tensor) -> Pair:
-    """Store new keys and values, ``[B, heads, Q, dim]``, unpadded; return them as decoded."""
+    """Store new keys and values, ``[B, heads, Q, dim]``, but no padding; return all as decoded."""
     slots, columns = batch.new_on(pool.layout.layers[layer].device)
     rows = pool.write(layer, slots, by_token(keys, values, columns))
     return (keys, values) if pool.is_exact else by_head(rows, columns, keys, values)

@@ -151,7 +151,7 @@ def _distance(
     elif masked == "masked":  # each query attends to the last key at least
         is_left_out = torch.rand(mask.shape, **options) < 0.5
         mask[..., :-1].masked_fill_(is_left_out[..., :-1], -torch.inf)
-        mask[0, ..., : num_keys - 8], mask[1] = -torch.inf, 0  # row 0: last 8 allowed; 1: all
+        mask[0, ..., : num_keys - 8], mask[1] = -torch.inf, 0  # row 0: some of the last 8; 1: all
     scores += mask
     expected = scores.softmax(-1) @ values.double(), scores.logsumexp(-1)
     on_device = _by_head(kept.to(device), num_heads, dim)

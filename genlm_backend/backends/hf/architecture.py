@@ -26,7 +26,7 @@ _REMEDY: Final = (
 
 
 def check_architecture(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose config names an architecture or type that is no causal LM."""
+    """Refuse a checkpoint of another task's architecture, or of a type without a causal LM."""
     from transformers.models.auto import modeling_auto
 
     saved_by = [*(config.get("architectures") or ())]
@@ -36,7 +36,7 @@ def check_architecture(name: str, config: Mapping[str, Any]) -> None:
     names = [n for n in tables if n.startswith("MODEL_") and n.endswith("_MAPPING_NAMES")]
     predicting = _architectures(map(_mapping, _PREDICTING))
     # Checkpoints without a head, such as those of ``LlamaModel``, pass, since the head may be tied
-    # to the embeddings. Architectures that transformers does not know pass too.
+    # to the embeddings. Architectures that transformers does not know pass this check too.
     others = _architectures(tables[name] for name in names)
     others -= predicting | _architectures([_mapping("")])
     if saved_by and not predicting.intersection(saved_by) and others.intersection(saved_by):
@@ -107,7 +107,7 @@ def check_predicts(runner: HFRunner, vocab_size: int) -> None:
     distances = (rows[0] - rows[1]).square().mean(-1).sqrt()
     before, after = float(distances[:2].max()), float(distances[3])
     tolerance, share = bounds(model)
-    if not getattr(model, "is_quantized", False):  # stricter, as it rounds equal sums equally
+    if not getattr(model, "is_quantized", False):  # unquantised models round equal sums equally
         tolerance, share = tolerance / 100, share / 100
     if before <= max(tolerance, share * after):
         return

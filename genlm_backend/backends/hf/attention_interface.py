@@ -1,8 +1,9 @@
 """Attention functions registered with transformers, which call the current pass's attention.
 
 Most models of transformers call the attention and mask functions that are registered under the
-name in their config. For each such name, our functions are registered once, under a name of ours
-that a view's configs may have. Outside ``dispatched_to``, they call the functions they replace.
+name in their config. For each such name, our functions are registered once, under another name
+that the configs of a ``ModelView``, a copy of the model, may have. Outside ``dispatched_to``, our
+functions call those that they replace.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def dispatched_to(attention: TorchCascadeRun | CudaGraphRun) -> Iterator[None]:
 
 
 def name_attention(config: Any, is_ours: bool) -> None:
-    """Switch a config to our functions if ``is_ours``, else to the originals, if it names any."""
+    """Let a config that names attention functions name ours if ``is_ours``, else the originals."""
     name = getattr(config, "_attn_implementation", None)
     if isinstance(name, str):
         own = name.removeprefix(PREFIX)

@@ -69,7 +69,7 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
 
 
 def _few_tokens(layout: KVLayout) -> int:
-    """Return the tokens of a run, times its rows, from which a product of its own pays off."""
+    """Return about how many tokens of a run, times its rows, make a separate product pay off."""
     if not all(layer.device.type == "cpu" for layer in layout.layers):
         return sharing.FEW_TOKENS
     return max(sharing.FEW_TOKENS, sharing.FEW_BYTES * len(layout.layers) // layout.bytes_per_slot)
@@ -79,7 +79,7 @@ def _few_tokens(layout: KVLayout) -> int:
 class GatherAttention(AttentionBackend[dict[str, Any]]):
     """Attends to keys and values that are copied out of a pool for each row."""
 
-    # The past is padded on the left and the new tokens on the right:
+    # The past is left-padded to ``P`` columns, and the new tokens are right-padded to ``Q``:
     #
     #     slots      0  0  7  8 | 9 10 11        a row with 2 past and 3 new tokens
     #                1  2  3  4 | 5  0  0        a row with 4 past and 1 new token

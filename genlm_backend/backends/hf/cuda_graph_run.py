@@ -1,4 +1,4 @@
-"""CudaGraphRun: attention of decode steps. It reads what changes between steps on the device."""
+"""CudaGraphRun: attention of decode steps; inputs that change are read from device buffers."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class CudaGraphRun:
     def _in_extents(
         self, ops: DecodeOps, queries: Tensor, codes: Tensor, num_key_heads: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend to extents of the pool, not copied; each head of a group is a separate query."""
+        """Attend in place to extents (runs of slots); each head of a group is a separate query."""
         arrays = self._arrays.arrays
         num_rows, num_heads, dim = queries.shape
         group_size = num_heads // num_key_heads

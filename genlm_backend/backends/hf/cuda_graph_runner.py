@@ -1,16 +1,16 @@
 """CudaGraphRunner: decode steps captured as CUDA graphs, one for each shape of their tables.
 
-**Why.** A pass of one token for each row launches some eight hundred kernels. The CPU takes ten
-times as long to launch them as the GPU takes to run them. A captured pass is one launch. The
-reference is ``naive_row`` in tests/naive.py.
+**Why.** A pass of one token for each row launches hundreds of kernels. The CPU may take ten times
+as long to launch them as the GPU takes to run them. A captured pass is one launch. The reference
+is ``naive_row`` in tests/naive.py.
 
-**Flow.** Tokens, positions, slots and the plan are tables of a fixed shape on the device
-(``DecodeTables``). One copy from pinned memory fills them (``DecodeArrays``). Shapes are few: the
-number of rows is a power of two or, above 16, three quarters of one; capacities for tokens and
-extents are rounded too. Padding rows repeat the first row, including its slot. FlashAttention, with
-bounds on the device, reads extents of consecutive slots once for all rows that share them. A Triton
-kernel reads all other slots one by one, and merges the results. A rule on rows and tokens chooses
-between the two, and divides extents. The rule was fitted to times on an H100 (``make gpu``,
+**Flow.** ``DecodeTables`` say which slots a step reads. ``DecodeArrays`` hold these tables, tokens
+and positions on the device, in a fixed shape. One copy from pinned memory fills them. Shapes are
+few: the number of rows is a power of two or, above 16, three quarters of one; capacities for tokens
+and extents are rounded too. Padding rows repeat the first row, including its slot. FlashAttention,
+with bounds on the device, reads extents of consecutive slots once for all rows that share them. A
+Triton kernel reads all other slots one by one, and merges the results. A rule on rows and tokens
+chooses between the two, and divides extents. The rule was fitted to times on an H100 (``make gpu``,
 "division"), and its choices took at most a fifth longer than the fastest.
 
 **Invariants.** A captured pass repeats every decision that Python made. So graphs are dropped when
@@ -67,7 +67,7 @@ MIN_SEEN_AGAIN: Final = 8
 """Steps that run in a larger captured pass, which is slower, before a capture of their own."""
 
 MAX_ERRORS: Final = 2
-"""Failed captures of a view, or failed replays in a row, beyond which steps run eagerly."""
+"""Failed captures of a ``ModelView``, or replays in a row, beyond which steps run eagerly."""
 
 FARTHEST: Final = 0.25
 """Largest distance of captured logits from eager ones, relative to the spread of the eager ones."""
@@ -85,7 +85,7 @@ class CapturedGraph:
     logits: torch.Tensor  # [rows, model_vocab]
 
     def replay(self, tables: DecodeTables, batch: ForwardBatch) -> torch.Tensor:
-        """Run the pass; the next replay overwrites the returned logits, ``[B, model_vocab]``."""
+        """Run the pass; any graph's next replay overwrites the result, ``[B, model_vocab]``."""
         self.arrays.fill(tables, batch)
         self.run_again()
         return self.logits[: batch.num_rows]
@@ -94,7 +94,7 @@ class CapturedGraph:
 @final
 @dataclass(slots=True, eq=False)
 class _OfView:
-    """Captured passes of a view."""
+    """Captured passes of a ``ModelView``, which is for one adapter or for none."""
 
     tensors: list[torch.Tensor]
     pointers: list[int]
@@ -165,7 +165,7 @@ class CudaGraphRunner:
         self._num_failed = 0
 
     def plan(self, view: ModelView, batch: ForwardBatch) -> ReplayPlan | None:
-        """Return the tables of a pass that may run captured; ``None`` if it runs eagerly."""
+        """Return the tables of a pass that may run captured, now or later; else ``None``."""
         if not batch.is_decode or batch.plan is None or batch.states is not None:
             return None
         own = self._of(view)
@@ -415,7 +415,7 @@ def _group_size(model: Any, layer: LayerLayout) -> int:
 
 
 def _has_hooks(module: Any) -> bool:
-    """Whether a module or a descendant has hooks of the owner, which a replay would skip."""
+    """Whether a module or a descendant has forward hooks, which a replay would skip."""
     return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 

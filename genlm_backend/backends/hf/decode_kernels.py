@@ -26,7 +26,7 @@ def _with_splits(
     means, total, largest, values, sums, splits, num_splits, each, GROUP_SIZE: tl.constexpr,
     WIDTH: tl.constexpr, is_query, is_value,
 ):  # fmt: skip
-    """Merge in the results of shared runs of slots, whose indices ``splits`` has; -1 is none."""
+    """Merge in results of shared runs of slots, at the indices in ``splits``; -1 marks none."""
     for number in range(0, num_splits):
         split = tl.load(splits + number).to(tl.int64)
         if split >= 0:
@@ -95,7 +95,7 @@ def attend_in_slots(
     scale: float,
     num_key_heads: int,
 ) -> Tensor:
-    """Attend to slots one by one, and merge in the results of extents: ``[B, heads, dim]``."""
+    """Attend slot by slot, merge in results of runs (``of_parts``): ``[B, heads, dim]``."""
     num_rows, num_heads, dim = query.shape
     group_size = num_heads // num_key_heads
     query = query.contiguous()
@@ -187,7 +187,7 @@ def _group(
 
 
 def group_queries(query: Tensor, readers: Tensor, num_key_heads: int) -> Tensor:
-    """Gather the queries of the rows ``readers``: ``[N * group, key_heads, dim]``."""
+    """Gather the queries of the ``N`` rows ``readers``: ``[N * group, key_heads, dim]``."""
     query = query if query.stride(-1) == 1 else query.contiguous()
     _, num_heads, dim = query.shape
     group_size = num_heads // num_key_heads

@@ -1,7 +1,7 @@
-"""Attention operators for captured steps: they read what changes between steps on the device.
+"""Attention operators for captured steps; inputs that change are read from device buffers.
 
-For each device, dtype, head size and group size, they are first tried on random numbers, called as
-in a decode step, so that no device is trusted without a trial.
+For each device, dtype, head size and group size, the operators are first tried on random numbers,
+called as in a decode step, so that no device is trusted without a trial.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _OfParts: TypeAlias = tuple[Tensor, Tensor] | None
 class DecodeOps(NamedTuple):
     """The operators of a decode step's attention."""
 
-    # ``codes``, ``[num_slots, 2 * key_heads * dim]``, holds keys and values. For ``in_extents``,
-    # the heads of a group, which share a key head, are separate queries.
+    # The table of keys and values is ``[num_slots, 2 * key_heads * dim]``. For ``in_extents``, the
+    # heads of a group, which share a key head, are separate queries.
     in_extents: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], tuple[Tensor, Tensor]
     ]

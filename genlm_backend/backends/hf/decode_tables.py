@@ -59,7 +59,7 @@ class DecodeShape(NamedTuple):
     window: int = 0
 
     def holds(self, other: DecodeShape) -> bool:
-        """Whether tables of shape ``other`` fit into this one, of at most twice as many rows."""
+        """Whether this shape has room for ``other``'s tables, and at most twice as many rows."""
         return (
             self.window == other.window
             and self.rows <= 2 * other.rows

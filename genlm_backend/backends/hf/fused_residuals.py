@@ -1,6 +1,7 @@
 """Fused norms of a ``ModelView``: torch's ``rms_norm``, or one kernel for residual and norm.
 
-Most decoder layers compute: norm, attention, residual, norm, feed-forward layer, residual.
+A view copies a model's modules, but not its weights. Most decoder layers compute: norm, attention,
+residual, norm, feed-forward layer, residual.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _of_cuda() -> FusedAddRMSNorm:
 
 
 RESIDUAL_KERNELS: Final[dict[str, Callable[[], FusedAddRMSNorm]]] = {"cuda": _of_cuda}
-"""Functions that return the kernel, by type of device; other devices fuse no layers."""
+"""Functions that return the kernel of a device type; on others, no layers are fused."""
 
 _CHILDREN: Final = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
@@ -51,7 +52,7 @@ def fuse_residuals(copies: Mapping[nn.Module, Any]) -> None:
 
 @final
 class _Layer:
-    """The ``forward`` of a fused layer, with the next layer's first norm if that layer is fused."""
+    """The ``forward`` of a fused layer, with the next layer's first norm if both are fused."""
 
     def __init__(self, module: Any, kernel: FusedAddRMSNorm) -> None:
         self._module, self._kernel = module, kernel

@@ -1,7 +1,8 @@
 """Rotary positions of a ``ModelView`` in one launch, on devices that have a kernel.
 
-Many modeling modules of transformers define ``apply_rotary_pos_emb``: ten elementwise operators in
-each layer. Many of these functions are equal, but some differ, so each is compared with the kernel.
+A view copies a model's modules, but not its weights. Many modeling modules of transformers define
+``apply_rotary_pos_emb``: ten elementwise operators in each layer. Many of these functions are
+equal, but some differ, so each is compared with the kernel.
 """
 
 from __future__ import annotations

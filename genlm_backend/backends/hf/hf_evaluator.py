@@ -140,7 +140,7 @@ class HFEvaluator(LocalEvaluator):
     # ---------------------------------------------------------------- active adapter, pictures
 
     def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
-        self._runner.activate(adapter)  # it stays active afterwards
+        self._runner.activate(adapter)  # the adapter stays active afterwards
         return nullcontext()
 
     def picture_rules(
@@ -328,7 +328,7 @@ def _num_host_states(host: int, size: int, name: str, *, attends: bool) -> int:
 
 @contextlib.contextmanager
 def _fits(name: str, num_bytes: int | None) -> Iterator[None]:
-    """Turn an out-of-memory error into an ``OptionError`` that names the option."""
+    """Turn an out-of-memory error into an ``OptionError``, unless ``num_bytes`` is ``None``."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -126,14 +126,14 @@ class HFLoader:
         if wanted is not None:
             options = _on_cpu(wanted, options, hf_opts or {})
         path = resolve_name(model_id)
-        if Path(path).is_dir():  # make it valid in any working directory
+        if Path(path).is_dir():  # make the path valid in any working directory
             path = str(Path(path).absolute())
         loader = cls(str(model_id), path, {**hub_options(path), **options}, evaluator, wanted)
         others = {name: value for name, value in own.items() if name not in evaluator}
         return loader, {"processor": loader.processor, **others}
 
     def check_portable(self) -> None:
-        """Check that the options can be pickled for another process."""
+        """Check that the options for loading the model can be pickled for another process."""
         for name, value in self.options.items():
             pickled(f"hf_opts[{name!r}]", value)
 

@@ -1,4 +1,4 @@
-"""HFRunner: runs forward passes through the views of a model (``ModelView``)."""
+"""HFRunner: runs forward passes through ``ModelView``s, copies of a model that share weights."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class HFRunner(Runner):
         return self._views[adapter]
 
     def _dress(self, view: ModelView) -> None:
-        """Give a view packed layers, fused kernels, output logits alone, cancellation checks."""
+        """Give a view packed layers, fused kernels, a head for outputs, and cancellation checks."""
         self.packed.place(view.copies)
         if self._fuses:
             fused_residuals.fuse_norms(view.copies)

@@ -1,7 +1,7 @@
 """Linear layers with int8 weights, for the CPU: they take a quarter of the memory of float32.
 
 A weight is an int8 times a scale of its output, ``max|w| / 127``. Activations have a scale for each
-row, ``max|x| / 16256`` (both scales as in LLM.int8(), arXiv:2208.07339, section 2.1), and two
+row, ``max|x| / 16256`` (compare LLM.int8(), arXiv:2208.07339, section 2.1: 127 for both), and two
 digits of 8 bits, ``x = scale * (128 * high + low)``: with one digit, SmolLM2's rows change visibly.
 Integer products are exact but for the last bit of sums beyond ``2**24``; apart from that, no row
 depends on the other rows of its batch.
@@ -30,7 +30,7 @@ _MAX_WIDTH: Final = 1 << 16  # largest number of inputs whose sums of products f
 
 
 def quantize(model: Any) -> None:
-    """Replace the float32 linear layers of a model, in place, by layers with int8 weights."""
+    """Replace a model's float32 linear layers by int8 ones, unless wider than ``_MAX_WIDTH``."""
     if not _is_exact():
         raise OptionError(
             "weights='int8' needs oneDNN's exact int8 matrix products, which this processor or "

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: reading them, putting their layers into a view, trying the view."""
+"""Adapters in PEFT's format: reads them, puts their layers into a ``ModelView``, and tries it."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _injected(saved: _Saved, view: ModelView) -> torch.Tensor:
 def _kept_apart(
     view: ModelView, written: Collection[nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
-    """Give a view its own parameters and hooks until ``restore``; return shared and own ones."""
+    """Give a view own parameters and hooks until ``restore``; return shared and own parameters."""
     own: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     kept: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     for module in view.copies.values():
@@ -205,7 +205,7 @@ def _inconsistency(model: Any, is_cached: bool) -> float:
         kept |= given_cache(model, returned_cache(_outputs(model, 1, 4, use_cache=True)))
         _outputs(model, 4, 5, **kept)
         one_by_one = _outputs(model, 5, 6, **kept).logits[0, -1]
-        # Some models with recurrent states continue a cache only by one token, others only by two.
+        # Some models with recurrent states continue a cache only by one token, others only by more.
         differences.append(min(_difference(row, longer[-1]) for row in (at_once, one_by_one)))
     return max(differences)
 

@@ -1,8 +1,8 @@
 """Merged linear layers of a ``ModelView``: one product for q, k and v, and one for gate and up.
 
-Merged layers get the same input, so their weights can be rows of one matrix. The
-parameters stay the same objects with the same values, but move into that matrix: none is stored
-twice.
+A view copies a model's modules, but not its weights. Merged layers get the same input, so their
+weights can be rows of one matrix. The parameters stay the same objects with the same values, but
+move into this matrix: none is stored twice.
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ _SHARE_OF_SPREAD: Final = 0.01
 """Accepted distance of two-pass from one-pass rows, as a share of a wrong token's effect."""
 
 _TIMES_THE_LEAST: Final = 4
-"""Accepted distance of two-pass from one-pass rows, as a multiple of the least by any rules."""
+"""Accepted distance of two-pass from one-pass rows, as a multiple of the smallest of all rules."""
 
 _NUM_TAIL: Final = 12
 """Number of tokens that a trial adds to the prompt."""
 
 _NUM_ROWS: Final = 3
-"""Number of rows that are compared: the rows after this many last tokens."""
+"""Number of last tokens after which rows are compared."""
 
 
 def image_token_id(model: Any) -> int | None:

@@ -32,18 +32,18 @@ _GROWING: Final = re.compile("dynamic|longrope")
 """Matches each ``rope_type`` with which a model replaces rotary frequencies as contexts grow."""
 
 _ATTENTION: Final = "_attn_implementation"
-"""Prefix of config keys that name an attention function; passes detect changes of these."""
+"""Prefix of config keys that are not compared: they name attention functions."""
 
 _PARTS: Final = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
-"""Names of the dictionaries of a module whose entries are compared."""
+"""Attributes of a module that are dictionaries; their entries are compared."""
 
 
 @final
 class ModelSnapshot:
     """A model as it was when it was wrapped: modules, tensors, mode, adapters and configs."""
 
-    # Views share the model's tensors and hooks, and keep the adapters that it had when wrapped.
-    # Views miss all other changes, after which cached keys and values would be wrong anyway.
+    # Views share the model's tensors, copy its hooks anew when they change, and keep the adapters
+    # that it had when wrapped. No other change reaches a view, so ``check_settings`` has to raise.
     def __init__(self, model: Any, *, is_apart: bool) -> None:
         self._model, self._is_apart = model, is_apart
         layers = layers_of_peft(model)
@@ -93,7 +93,7 @@ class ModelSnapshot:
         return True
 
     def _look(self) -> None:
-        """Record the modules and their types, and copy their attributes and ``_PARTS``."""
+        """Record the modules and their types; copy attributes, ``_PARTS``, merged adapters."""
         self._looked_at = [*self._model.modules()]
         self._kinds = [*map(type, self._looked_at)]
         self._live = [vars(module) for module in self._looked_at]
@@ -171,7 +171,7 @@ def _configs(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(config: Any) -> Mapping[str, Any]:
-    """Return copies of a config's entries that are compared; leave out nested configs."""
+    """Return a config's own entries to compare, with lists and dictionaries copied."""
     return {
         name: copy.deepcopy(value) if isinstance(value, (list, dict)) else value
         for name, value in vars(config).items()

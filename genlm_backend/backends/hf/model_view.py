@@ -34,13 +34,13 @@ _HOOKS: Final = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks"),
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 )
-"""Names of the dictionaries that hold a module's forward hooks."""
+"""Names of the dictionaries that hold a module's forward hooks and their options."""
 
 _CAPTURING: Final = "_output_capturing_hooks_installed"
 """Attribute that transformers sets on models with hooks that capture hidden states."""
 
 _LONG: Final = 64
-"""Number of new tokens from which a pass checks between layers whether it is cancelled."""
+"""Fewest tokens of a long pass, which checks between layers whether it is cancelled."""
 
 AS_WRITTEN: Final = "_torchdynamo_orig_callable"
 """Name of the attribute of a compiled function that holds the original function."""
@@ -169,7 +169,7 @@ class ModelView:
             vars(head)["forward"] = self._picking
 
     def check_between_layers(self, check_cancelled: Callable[[], object]) -> None:
-        """Make passes of at least ``_LONG`` tokens call ``check_cancelled`` before each layer."""
+        """Make long passes, except decode steps, call ``check_cancelled`` before each layer."""
         lists = [own for own in self.copies.values() if isinstance(own, nn.ModuleList)]
         # The list with the most modules holds the layers; lists of experts are inside it.
         for layer in max(lists, key=lambda own: len([*own.modules()]), default=()):
@@ -189,7 +189,7 @@ class ModelView:
         batch, states = self._batch, args[0] if args else None
         if batch is None or states is None or not self._can_pick:
             return forward(*args, **options)
-        # Once states have another shape, never pick again: [Q, B, H] is like [B, Q, H] if B = Q.
+        # Once the shape differs, never pick again: [Q, B, width] is like [B, Q, width] if B = Q.
         self._can_pick = states.dim() == 3 and states.shape[:2] == batch.input_ids.shape
         if self._can_pick:
             self._is_picked = True
@@ -238,7 +238,7 @@ def view_of(model: Any, token_ids: torch.Tensor, **options: Any) -> ModelView:
             why = "making or running the copies failed"
             logger.info("%s will run its own modules, not copies: %s", name, why, exc_info=error)
             return ModelView(model, is_apart=False)
-        # ``left``: original modules that ran, because some code does not find them by attributes.
+        # ``left`` has the originals that ran: code found them otherwise than by attributes.
         if not left and _have_equal_logits(found if own is None else own, found):
             return view
         view.close()

@@ -1,8 +1,8 @@
 """Packed weights: linear layers with second copies of their weights, laid out for speed.
 
 oneDNN reorders a matrix into blocks once, instead of reading the stored layout in every product.
-FBGEMM does so with numbers of 16 bits, which take half as long to read, and sums their products
-in float32: that is for float32 weights which float16 holds too, such as a checkpoint's in bfloat16.
+FBGEMM also packs once, but into 16-bit numbers, which take half as long to read; it sums products
+in float32. It serves float32 weights that float16 rounds little, such as many from bfloat16 files.
 Which layout is the fastest depends on the processor and on the shape, so a trial decides.
 """
 
@@ -32,9 +32,9 @@ DTYPES: Final = (torch.float32, torch.bfloat16)
 """Dtypes of the weights that may be packed."""
 
 _NUM_ROWS: Final = 20  # rows of the input that packing assumes
-_ONE_ROW_BYTES: Final = 2**24  # smaller weights in blocks do not serve a single row
+_ONE_ROW_BYTES: Final = 2**24  # smaller float32 weights in blocks do not serve a single row
 _TRIAL_ROWS: Final = (4, _NUM_ROWS)  # rows of the inputs that trials time
-_TRIAL_BYTES: Final = 2**25  # weights that a trial reads in turn, more than CPUs cache
+_TRIAL_BYTES: Final = 2**25  # weights that a trial reads in turn, so that few stay in caches
 _NUM_ROUNDS: Final = 5
 _GAIN: Final = 0.95
 MIN_BYTES = 2**16  # smaller weights take longer to be handed to a packed product than to be read
@@ -105,7 +105,7 @@ class PackedWeights:
         return sum(one.layout.num_bytes(one.weight) for one in self._packed)
 
     def _remember(self) -> None:
-        """Record the parameters that are packed, with their addresses and versions at that time."""
+        """Record the packed parameters, with their addresses and versions when they were packed."""
         self._parameters = [one.parameter for one in self._packed]
         self._addresses = [one.weight.data_ptr() for one in self._packed]
         self._versions = [one.version for one in self._packed]
@@ -119,7 +119,7 @@ class PackedLinear(nn.Linear):
     packed: _Packed
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the product of ``[…, in_features]`` and the weight, plus the bias."""
+        """Return ``input``, ``[…, in_features]``, times the transposed weight, plus the bias."""
         packed = self.packed
         # PEFT changes a layer's class while it computes with an adapter of a bare parameter.
         is_packed = packed.is_used and type(self) is PackedLinear and input.ndim > 1
@@ -166,7 +166,7 @@ class _Packed:
         self.pack()
 
     def pack_again(self) -> None:
-        """Pack the weight that the layer has now, in blocks if float16 no longer holds it."""
+        """Pack the layer's present weight as before, or in blocks if float16 rounds it too much."""
         if self.layout is _HALVES and not _fits_float16(self.layer.weight.detach()):
             self.layout = _BLOCKS
         self.pack()
@@ -175,7 +175,7 @@ class _Packed:
         self.parameter, self.weight = self.layer.weight, self.layer.weight.detach()
         with torch.no_grad():
             self.packed = self.layout.pack(self.weight)
-        # oneDNN wakes the other threads even for one row: 1.2 times MKL's time of SmolLM2's layers.
+        # oneDNN wakes all threads even for one row, and takes 1.2 times as long as MKL in SmolLM2.
         is_small = self.weight.dtype == torch.float32 and self.weight.nbytes < _ONE_ROW_BYTES
         self.is_for_several = self.layout is _BLOCKS and is_small
         self.version = self.parameter._version
@@ -203,7 +203,7 @@ def _can_be_packed(weight: torch.Tensor) -> bool:
 
 @torch.inference_mode()
 def _fits_float16(weight: torch.Tensor) -> bool:
-    """Whether float16 moves no number by more than float32 rounds the largest of them."""
+    """Whether float16 changes no number by more than float32's ``eps`` times the largest."""
     if weight.dtype != torch.float32 or not weight.numel():
         return False
     tolerance = torch.finfo(torch.float32).eps * max(weight.max(), -weight.min())
@@ -212,11 +212,11 @@ def _fits_float16(weight: torch.Tensor) -> bool:
 
 
 _found: dict[tuple[Any, ...], _Layout | None] = {}
-"""The layout to pack in, by what float16 holds, dtype, shape and number of threads."""
+"""Fit into float16, dtype, shape and number of threads → layout, or ``None`` if none is faster."""
 
 
 def _layout_of(kind: tuple[Any, ...], layers: list[nn.Linear]) -> _Layout | None:
-    """Return the first layout that is faster than none for layers of this kind, if any."""
+    """Return the first layout in which layers of this kind run faster than unpacked, if any."""
     # One trial decides for the whole process, so that equal models have equal rows.
     key = (*kind, torch.get_num_threads())
     if key not in _found:
@@ -228,7 +228,7 @@ def _layout_of(kind: tuple[Any, ...], layers: list[nn.Linear]) -> _Layout | None
 
 
 def _relative_time(layers: list[nn.Linear], layout: _Layout) -> float:
-    """Return the packed layers' time over the layers' own, infinite if they cannot be packed."""
+    """Return packed time over unpacked; infinite if packing fails or changes the products."""
     packed = [PackedLinear(1, 1, device="meta") for _ in layers]
     try:
         for own, layer in zip(packed, layers, strict=True):

@@ -202,19 +202,19 @@ class PictureReader:
     # ---------------------------------------------------------------- making a context
 
     def _counts(self, pictures: list[Any]) -> list[int]:
-        """Return how many placeholders each picture gets if read alone; ``[]`` for one picture."""
+        """Return how many image tokens each picture gets if read alone; ``[]`` for one picture."""
         if len(pictures) == 1:
             return []
         alone = (self._read(self._marker, [picture]).token_ids for picture in pictures)
         return [ids.count(self._image_token_id) for ids in alone]
 
     def _context(self, read: _Read, prints: list[bytes], counts: list[int]) -> Context:
-        """Return a context in which codes of pictures' fingerprints replace the placeholders."""
+        """Return a context in which ids from pictures' fingerprints replace the image tokens."""
         ids = read.token_ids
         rules, values = self._rules, np.array(ids, np.int32)
         self._contexts.packed([i for i in ids if i != self._image_token_id])
         (parts,) = np.nonzero(values == self._image_token_id)
-        # All placeholders share one fingerprint if there is one picture, if pictures get more or
+        # All image tokens share one fingerprint if there is one picture, if pictures get more or
         # fewer when read alone, or if two pictures are adjacent and may attend to each other.
         starts = np.cumsum(counts, dtype=np.int64)[:-1]
         is_one = sum(counts) != len(parts) or (np.diff(parts)[starts - 1] == 1).any()

@@ -97,7 +97,7 @@ def save(path: Path, prefix: Prefix, fingerprint: Mapping[str, str], layout: KVL
             save_file(tensors, name, said)
         except SafetensorError as error:  # such as a full disk
             raise OSError(errno.EIO, f"could not be written: {error}", str(path)) from error
-        os.chmod(name, mode)  # as of any new file; safetensors has put one of mode 600 in its place
+        os.chmod(name, mode)  # the usual mode; safetensors has replaced the file by one of mode 600
         os.replace(name, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -261,14 +261,14 @@ class PrefixFiles:
 
 
 def weights_digest(model: Any) -> str:
-    """Return a digest of a model's weights, which does not depend on devices or threads."""
+    """Return a digest of a model's weights: the same on any device, unless some are offloaded."""
     digest = hashlib.sha256(json.dumps(_settings(model)).encode())
     for tensor in _weights(model):
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
         if tensor.is_meta or not tensor.numel():  # offloaded between passes, or empty
             continue
         # Integer sums along two dimensions are exact, so they do not depend on the order of
-        # addition. But weights can be forged whose sums equal those of others.
+        # addition. But one can forge other weights that have the same sums.
         bits = tensor.detach().contiguous().view(_WIDTHS[tensor.element_size()])
         table = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
         for dim in (0, 1):

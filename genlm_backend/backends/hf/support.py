@@ -332,7 +332,7 @@ class _SlotTrial:
         return None, difference, takes_several
 
     def _difference(self, factory: AttentionFactory) -> tuple[float, bool]:
-        """Return the distance of cached from whole rows, and whether a pass may add many tokens."""
+        """Return the error of cached rows, and whether a pass may add several tokens to a row."""
         contexts, whole = (self._long, self._short), (self._long_row, self._short_row)
         pool = KVPool(self._layout, 4 * sum(map(len, contexts)))
         states = self._layout.states
@@ -341,9 +341,9 @@ class _SlotTrial:
         return difference_of(*given, contexts, whole, rounding(self._dtype))
 
     def spread_alone(self, factory: AttentionFactory) -> float:
-        """Return a one-token row's distance from the whole row; 0 if unquantised or negligible."""
-        # Some kernels of quantised models compute one token in another precision than several. In
-        # models that are not quantised, only the order of sums differs.
+        """Return the distance of a one-token pass's row from the whole row, or 0 if negligible."""
+        # Only quantised models without states are tried: some of their kernels compute one token in
+        # another precision than several. In unquantised models only the order of sums differs.
         if self._layout.states or not getattr(self._runner.model, "is_quantized", False):
             return 0.0
         *before, last = self._long

@@ -18,7 +18,7 @@ from genlm_backend.attention.forward_batch import Runner, TokenChunk, pack
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05}
 
 MOST_ROUNDING: Final = 0.25
-"""Largest result of ``rounding``: for bfloat16, also used for quantised weights."""
+"""Largest result of ``rounding``: for bfloat16. ``bounds`` uses it for quantised models too."""
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -73,7 +73,7 @@ def difference_of(
     whole: Sequence[torch.Tensor],
     rounding: float,
 ) -> tuple[float, bool]:
-    """Return the distance of cached from whole rows, and whether a pass may add many tokens."""
+    """Return the error of cached rows, and whether a pass may add several tokens to a row."""
     (long, short), (long_row, short_row) = contexts, whole
     if states is not None:
         trial = _StateTrial(runner, states, attention)
@@ -113,7 +113,7 @@ class _StateTrial:
         short_row: torch.Tensor,
         rounding: float,
     ) -> tuple[float, bool]:
-        """Return the distance of cached from whole rows, and whether a pass may add many tokens."""
+        """Return the error of cached rows, and whether a pass may add several tokens to a row."""
         ((before,), _), ((shorter,), _) = (self.go_on([None], [c[:-2]]) for c in (long, short))
         (first,), _ = self.go_on([None], [short[:1]])
         # One pass adds many tokens to a state. Then a batch of three rows, of which two continue

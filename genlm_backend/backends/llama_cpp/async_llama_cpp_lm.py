@@ -47,9 +47,10 @@ class AsyncLlamaCppLM(ProcessLM):
             none is kept).
         timeout: Seconds that the first query of a batch may wait for others.
         kv_cache_bytes: Bytes of keys and values to keep, which llama.cpp allocates at once; 0 keeps
-            none. Recurrent states get half of them, or all if no layer has keys. Default: room for
-            16,384 tokens, or for ``max_length`` if that is more, but at most a quarter of the free
-            memory and 4 GiB; states take at most 1 GiB, unless the fewest that suffice take more.
+            none. Recurrent states get up to half of them, or up to all if no layer has keys.
+            Default: room for 16,384 tokens, or for ``max_length`` if that is more, but at most a
+            quarter of the free memory and 4 GiB; states take at most 1 GiB, unless the fewest that
+            suffice take more.
         kv_cache_dtype: Number format of keys and values: "float32" or "float16" (the default).
         max_length: The longest context to accept. Default: the model's training length, but at most
             three quarters of the tokens that fit, so that prompts can be pinned too.
@@ -68,7 +69,7 @@ class AsyncLlamaCppLM(ProcessLM):
     Raises:
         MissingExtraError: (``ImportError``) Without llama-cpp-python.
         OptionTypeError: (``TypeError``) If an option is of a wrong type.
-        OptionError: (``ValueError``) If one is out of its bounds, or there is no memory for it.
+        OptionError: (``ValueError``) If an option is out of its bounds, or needs too much memory.
         ModelNotFoundError: (``OSError``) If there is no such file, or it is no GGUF file.
         UnsupportedModelError: (``ValueError``) If llama.cpp does not load the file, or it holds
             no language model.
@@ -139,7 +140,7 @@ class AsyncLlamaCppLM(ProcessLM):
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
-            OptionError: (``ValueError``) If one is out of its bounds.
+            OptionError: (``ValueError``) If an option is out of its bounds.
             ModelNotFoundError: (``OSError``) If there is no such file.
             UnsupportedModelError: (``ValueError``) If llama.cpp does not load the file.
             MissingExtraError: (``ImportError``) If an extra is needed and absent.

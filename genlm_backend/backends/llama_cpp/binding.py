@@ -41,7 +41,7 @@ _kept: Final = list[Any]()
 
 
 _ours = threading.local()
-"""Thread-local storage: ``errors`` is the list that ``log_caught`` fills, or ``None``."""
+"""Thread-local storage: ``errors`` is the list of the innermost ``log_caught``, or ``None``."""
 
 
 def _heard(level: int, text: bytes, user_data: Any) -> None:

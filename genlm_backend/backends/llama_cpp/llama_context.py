@@ -1,4 +1,4 @@
-"""LlamaContext: a ``llama_context`` with its KV cache, sequences and passes."""
+"""LlamaContext: a ``llama_context`` with its passes, sequences and cells (cached tokens)."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class LlamaContext:
     def in_states(
         self, rows: NDArray[np.int64], before: NDArray[np.int64] | None
     ) -> Iterator[None]:
-        """Copy the states of sequences ``before``, if any, to ``rows``; remove the copies after."""
+        """Copy states of sequences ``before``, if any, to ``rows``; later remove rows' states."""
         if not self.model.has_states:
             yield
             return

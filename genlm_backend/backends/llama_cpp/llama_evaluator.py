@@ -51,7 +51,7 @@ class LlamaSupport(NamedTuple):
 def llama_cpp_probe(model: GGUFModel, num_threads: int, cell_type: int) -> LlamaSupport:
     """Measure a model's cache, and check rows of copied sequences, in a small ``llama_context``."""
     # Half of a context is copied to a second sequence, and both are continued. The cache is used if
-    # both rows differ from that of a whole pass by at most 1e-3, or 2 % of a wrong token's effect.
+    # both rows differ from a whole pass's row by at most 1e-3, or 2 % of a wrong token's effect.
     num_cells, most_tokens = 8 * _PROBE_LENGTH, 4 * _PROBE_LENGTH
     has_states = int(model.has_states)
     counts = SequenceCounts(4, has_states, most_rows=has_states)
@@ -89,7 +89,7 @@ def llama_cpp_probe(model: GGUFModel, num_threads: int, cell_type: int) -> Llama
 def _row(
     context: LlamaContext, ids: list[int], sequence: int, start: int = 0, state: int | None = None
 ) -> torch.Tensor:
-    """Append tokens to a sequence, from ``state`` or the last call's; return the row after them."""
+    """Append tokens to a sequence, after ``state`` or the last call's state; return their row."""
     has_output = np.zeros(len(ids), np.int8)
     has_output[-1] = 1
     tokens, positions = np.array(ids, np.int32), np.arange(start, start + len(ids), dtype=np.int32)
@@ -156,7 +156,7 @@ def load_evaluator(path: str, num_gpu_layers: int, options: Mapping[str, Any]) -
 
 @final
 class LlamaEvaluator(LocalEvaluator):
-    """Evaluates queries with a GGUF model, cached in llama.cpp's unified cache."""
+    """Evaluates queries with a GGUF model; keys and values are in llama.cpp's unified cache."""
 
     _runner: LlamaRunner
 

@@ -18,7 +18,7 @@ from genlm_backend.prefix.prefix_tree import PrefixTree
 
 
 class _Tokens(NamedTuple):
-    """The new tokens of a pass, flattened row by row."""
+    """The ``n`` new tokens of a pass, flattened row by row."""
 
     row: NDArray[np.int64]  # [n]
     values: NDArray[np.int32]  # [n]

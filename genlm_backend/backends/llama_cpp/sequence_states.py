@@ -36,7 +36,7 @@ class SequenceStateStore:
         self._first, self._copy = first, copy
 
     def read(self, numbers: Ints) -> list[NDArray[np.int64]]:
-        """Return the sequences that hold the states: one array, ``[n]``."""
+        """Return the sequences that hold the states: one array, ``[len(numbers)]``."""
         return [np.asarray(numbers, np.int64) - 1 + self._first]
 
     def write(self, numbers: Ints, states: Sequence[NDArray[np.int64]]) -> None:
@@ -52,7 +52,7 @@ class SequenceStateStore:
 
 @final
 class SequenceRowStates(BatchStates):
-    """The sequences with the rows' recurrent states, before and after one pass."""
+    """The sequences with the recurrent states of ``B`` rows, before and after one pass."""
 
     after: NDArray[np.int64]  # [B]
 
@@ -63,7 +63,7 @@ class SequenceRowStates(BatchStates):
         """Do nothing: llama.cpp finds a row's state by its sequence."""
 
     def behind(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Return the sequences with the states after the rows' last tokens: one array, ``[n]``."""
+        """Return the sequences with the rows' states after a pass: one array, ``[len(rows)]``."""
         return [self.after[rows]]
 
 
@@ -87,6 +87,6 @@ class SequenceCounts(NamedTuple):
 
     @classmethod
     def within(cls, most: int) -> Self:
-        """Return counts of at most ``most`` sequences with as many states as fit, or one state."""
+        """Return counts with as many states as ``most`` sequences allow, but with at least one."""
         counts = map(cls.of_states, range(most, 1, -1))
         return next((found for found in counts if found.total <= most), cls.of_states(1))

@@ -47,8 +47,8 @@ class AsyncMlxLM(WholeLM):
         kv_cache_bytes: Bytes of keys and values to keep, allocated as they are used; 0 keeps none.
             Default: on the CPU a quarter of the free memory, up to 4 GiB; on Metal half of the
             unused part of the recommended working set.
-        state_cache_bytes: The part of ``kv_cache_bytes`` for recurrent states, for a model with
-            such layers (Mamba, Gated DeltaNet, …). Default: half of the bytes, or all if no layer
+        state_cache_bytes: The part of ``kv_cache_bytes`` for recurrent states, for a model that
+            has them (Mamba, Gated DeltaNet, …). Default: half of the bytes, or all if no layer
             attends.
         max_length: The longest context to accept. Default: the length in the model's arguments, if
             they have one.
@@ -59,7 +59,7 @@ class AsyncMlxLM(WholeLM):
     Raises:
         MissingExtraError: (``ImportError``) Without MLX.
         OptionTypeError: (``TypeError``) If an option is of a wrong type.
-        OptionError: (``ValueError``) If one is out of its bounds.
+        OptionError: (``ValueError``) If an option is out of its bounds.
         UnsupportedModelError: (``ValueError``) If the model is no language model of mlx-lm.
         TokenizerDecodeError: (``ValueError``) If the bytes of some token are unknown.
     """
@@ -128,7 +128,7 @@ class AsyncMlxLM(WholeLM):
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
-            OptionError: (``ValueError``) If one is out of its bounds.
+            OptionError: (``ValueError``) If an option is out of its bounds.
             ModelNotFoundError: (``OSError``) If there is no such model, or no weights that MLX
                 reads.
             UnsupportedModelError: (``ValueError``) If mlx-lm does not know its architecture, or it

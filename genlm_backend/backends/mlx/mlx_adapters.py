@@ -93,7 +93,7 @@ def _parameters(model: Any) -> set[str]:
 def _check_whole(path: str, folder: Path, added: set[str]) -> None:
     """Raise an ``AdapterError`` if the folder lacks weights of parameters in ``added``."""
     weights: Any = mx.load(str(folder / _FILES[1]))
-    # An adapter's layer wraps a layer of the model, whose weights get longer names but are not new.
+    # Layers of the model that an adapter wraps keep their weights, but under longer names.
     moved = {name for name in added if name.rpartition(".")[0].endswith((".linear", ".embedding"))}
     if lacking := sorted(added - moved - weights.keys()):
         raise AdapterError(

@@ -1,7 +1,8 @@
 """MlxCascadeAttention: reads a cached prefix once for all the rows that share it.
 
-mlx-lm's model modules import ``scaled_dot_product_attention`` by name. If rows share a prefix, a
-replacement is bound to that name; it calls mlx-lm's function for caches of other types.
+mlx-lm's model modules import ``scaled_dot_product_attention`` by name. In a pass whose rows share a
+prefix, that name is bound to a replacement. For a cache without an ``MlxCascadeRun``, the
+replacement calls mlx-lm's function.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class MlxSlotLayer:
         return found
 
     def taken(self, columns: mx.array | None) -> tuple[mx.array, mx.array]:
-        """Return the new keys and values, only of ``columns`` if given: each ``[heads, n, d]``."""
+        """Return new keys and values, all or at ``columns``: ``[heads, num_tokens, dim]`` each."""
         assert self.new is not None, "the model has not used this cache"
         found = []
         for states in self.new:
@@ -104,7 +104,7 @@ class MlxGatherAttention(AttentionBackend[Caches]):
 
 @final
 class _Past:
-    """The cached tokens before a batch's new ones: their slots and their masks."""
+    """The cached tokens before a batch's new ones, padded to ``P`` per row: slots and masks."""
 
     def __init__(self, pool: MlxKVPool, batch: ForwardBatch, by_group: bool) -> None:
         self._pool = pool

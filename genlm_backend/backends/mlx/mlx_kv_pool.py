@@ -123,7 +123,7 @@ class MlxStatePool:
         self._kept = [mx.zeros((rows, *array.shape), array.dtype) for array in self._arrays]
 
     def read(self, numbers: Ints) -> list[mx.array]:
-        """Return copies of states, ``[n, *shape]`` each, in the order of the layout."""
+        """Return copies of states, ``[len(numbers), *shape]`` each, in the order of the layout."""
         index = _index(numbers)
         return [kept[index] for kept in self._kept]
 

@@ -124,7 +124,7 @@ def mlx_probe(runner: MlxRunner, max_length: int | None) -> MlxSupport:
 
 
 def _length(model: Any) -> int:
-    """Return the probe's length, which exceeds a model's largest window if this is at most 64."""
+    """Return the probe's length; it exceeds the model's largest window, unless that is above 64."""
     windows = [getattr(cache, "max_size", 0) for cache in leaves(make_prompt_cache(model))]
     window = max(windows, default=0)
     return _PROBE_LENGTH if window > 64 else max(_PROBE_LENGTH, 2 * window + 4)

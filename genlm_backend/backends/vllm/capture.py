@@ -41,7 +41,7 @@ from genlm_backend.readouts.sampling import listed_ids
 if TYPE_CHECKING:
     from genlm_backend.readouts.readout import RowQueries
 
-# Calling it here is early enough: a vLLM process imports the main program (and perhaps Numba),
+# This call is early enough: a vLLM process imports the main program (and perhaps Numba),
 # then unpickles its arguments (which imports this file), and only then scans the modules.
 let_modules_be_scanned()
 
@@ -170,7 +170,7 @@ class RowExtension:
     """Methods that vLLM adds to its workers; ``collective_rpc`` calls them by name."""
 
     def take_genlm_rows(self, tags: list[str]) -> tuple[bytes, list[float | None]] | None:
-        """Return rows as bytes and log-sum-exps, or ``None`` on other workers; drop all logits."""
+        """Return rows and log-sum-exps, or ``None`` on workers without rows; drop all logits."""
         kept = RowCapture.logits
         # Of the tensor-parallel workers only rank 0 returns rows; the others return ``None``.
         is_asked = get_tensor_model_parallel_rank() == 0 and kept.keys() >= set(tags)

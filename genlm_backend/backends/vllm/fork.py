@@ -1,6 +1,7 @@
 """ForkConnector: lets a new request begin from the keys and values of a live session.
 
-vLLM loads it as a KV connector, and asks how many tokens of each new request it can supply.
+A session is a request that stays in vLLM after its next-token row has been computed. vLLM loads
+the class as a KV connector, and asks how many tokens of each new request it can supply.
 vLLM's own prefix caching shares full blocks. The connector adds the rest, usually one partial
 block, to the block copies that vLLM's workers make before the step. It acts only in the scheduler.
 """
@@ -51,7 +52,7 @@ class ForkConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many tokens after ``num_computed_tokens`` to copy; ``False``: not async."""
+        """Return how many tokens to copy after the computed ones, and ``False`` (not async)."""
         params = request.kv_transfer_params
         if not params:
             return 0, False

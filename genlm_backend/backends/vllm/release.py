@@ -69,9 +69,9 @@ def _shown(minor: tuple[int, ...]) -> str:
 
 
 def let_modules_be_scanned() -> None:
-    """Let vLLM's CPU engine start although Numba has been imported, as this package may do."""
-    # vLLM reads ``__dict__`` of every object in a module. llvmlite's library object looks up each
-    # attribute in ``_fntab``, its compiled functions. An entry for ``__dict__`` avoids an error.
+    """Let vLLM's CPU engine start after Numba has been imported, perhaps by this package."""
+    # vLLM reads ``__dict__`` of each object in a loaded module. llvmlite's library object has none,
+    # and looks it up in ``_fntab``, its table of C functions. An entry there avoids an error.
     module: Any = sys.modules.get("llvmlite.binding.ffi")
     table = getattr(getattr(module, "lib", None), "_fntab", None)
     if isinstance(table, dict):

@@ -1,5 +1,6 @@
 """SessionPlanner: divides a batch into parts that fit the engine's blocks and request limit.
 
+A batch is a list of queries. Their contexts run in sessions: requests that stay in the engine.
 Each engine step advances completions (samples) too; without a batch, they get their own steps.
 """
 
@@ -131,7 +132,7 @@ class SessionPlanner:
                             f"a context of {len(query.context)} tokens does not fit into vLLM's "
                             f"{self._engine.num_blocks} blocks of {self._engine.block_size} tokens"
                         )
-                    self._engine.step(self._end_oldest)  # completions that end free blocks
+                    self._engine.step(self._end_oldest)  # finished completions free blocks
                     check_cancelled()
                     placement = self.table.place(query)
             reserved += needed
@@ -147,12 +148,12 @@ class SessionPlanner:
         return -(-len(placement.query.context) // size) - there
 
     def _num_left(self) -> int:
-        """Return how many requests, and how many blocks, to reserve for completions."""
+        """Return the number of requests, and equally of blocks, to reserve for completions."""
         # Each completion may take a block in the next step; batches keep half of the requests.
         return min(len(self._engine.completions), self._engine.max_sessions // 2)
 
     def _make_room(self, num_blocks: int) -> bool:
-        """End old sessions until requests and ``num_blocks`` more fit; return whether they do."""
+        """End old sessions until few enough remain and ``num_blocks`` are free; return success."""
         self.table.max_sessions = self._engine.max_sessions - self._num_left()
         while len(self.table) > self.table.max_sessions or (
             self._engine.num_free_blocks() < num_blocks
@@ -162,7 +163,7 @@ class SessionPlanner:
         return True
 
     def _end_oldest(self) -> bool:
-        """End the oldest session that the current part does not use; return whether one existed."""
+        """End the least recently used session outside the part; return whether there was one."""
         session = self.table.oldest()
         if session is None:
             return False
@@ -175,10 +176,10 @@ class SessionPlanner:
 
     @contextlib.contextmanager
     def _distrusting(self) -> Iterator[None]:
-        """On an error, end all sessions and fail all completions: their state is unknown."""
+        """On errors other than ``QueryDroppedError``, end all sessions and fail all completions."""
         try:
             yield
-        except QueryDroppedError:  # raised only between steps: the state is known
+        except QueryDroppedError:  # raised only between steps, when all states are known
             raise
         except BaseException as error:
             completions = list(self._engine.completions.values())

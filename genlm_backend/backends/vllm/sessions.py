@@ -28,7 +28,7 @@ class Placement:
 
     @property
     def num_extended(self) -> int:
-        """Number of tokens that the session already has, 0 for a new one; only the rest is sent."""
+        """Number of tokens that the session already has (0 if new); only later ones are sent."""
         return 0 if self.is_new else self.num_shared
 
 
@@ -89,19 +89,19 @@ class SessionTable:
         return placement
 
     def source_of(self, query: RowQuery) -> tuple[str | None, int]:
-        """Return the id of the session with the longest common prefix, if any, and its length."""
+        """Return the session id and length of the longest common prefix; ``None, 0`` if none."""
         best, num_shared = self._longest_prefix(query)
         return None if best is None else best.id, num_shared
 
     def withdraw(self, placement: Placement) -> None:
-        """Undo the latest placement; ``oldest`` still skips the reused session until ``commit``."""
+        """Undo the latest placement; ``oldest`` skips the reused session until the part ends."""
         assert self._round[-1] is placement
         self._round.pop()
         if not placement.is_new:
             self._extended.discard(placement.session)
 
     def oldest(self) -> str | None:
-        """Return the least recently used session that this part has not reused, or ``None``."""
+        """Return the id of the least recently used session not reused in this part, or ``None``."""
         idle = (s for s in self._sessions.values() if s.id not in self._held)
         found = min(idle, key=lambda session: session.used, default=None)
         return None if found is None else found.id
@@ -144,7 +144,7 @@ class SessionTable:
         self._extended.clear()
 
     def _longest_prefix(self, query: RowQuery) -> tuple[_Session | None, int]:
-        """Return the session that shares most tokens before the query's last, and their number."""
+        """Return the session and length of the longest common prefix, without the last token."""
         most = len(query.context) - 1
         pictures = query.context.pictures
         is_kept = most >= (1 if pictures is None else pictures.num_tokens)

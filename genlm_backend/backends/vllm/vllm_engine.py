@@ -1,4 +1,8 @@
-"""VLLMEngine: runs sessions (for rows), texts to score and completions (for samples) in vLLM."""
+"""VLLMEngine: runs sessions (for rows), texts to score and completions (for samples) in vLLM.
+
+A session is a request that stays in vLLM after its row (the next-token log-probabilities) has been
+computed. The core is the part of vLLM that runs requests, in this process or another.
+"""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -154,7 +158,7 @@ class VLLMEngine:
     # ---------------------------------------------------------------- sessions
 
     def num_free_blocks(self) -> int:
-        """Return how many blocks of keys and values are free."""
+        """Return how many blocks of keys and values are free once ended requests are gone."""
         self._wait_for_ends()
         return self._core.num_free_blocks
 
@@ -242,13 +246,13 @@ class VLLMEngine:
 
     def _scored_text(self, output: Any, text: ScoreQuery) -> Scored:
         logprobs, ids, num_computed, num_reused = self._core.logprobs_of(output)
-        # A preempted text may resume from cached targets, whose ids are wrong, so compare ids too.
+        # A preempted text may resume after cached targets, with wrong ids there: compare ids too.
         targets = torch.tensor(text.targets, dtype=torch.int64)
         is_whole = num_reused < text.start and torch.equal(ids[text.start - 1 :], targets)
         return Scored(logprobs[text.start - 1 :].clone(), num_computed, num_reused, is_whole)
 
     def end(self, session_ids: list[str]) -> None:
-        """End sessions, computed or not; a local core frees their blocks at once."""
+        """End sessions, computed or not; a local core frees blocks at once, a remote one later."""
         if session_ids:
             self._requests = [r for r in self._requests if r.request_id not in session_ids]
             self._sessions.difference_update(session_ids)
@@ -435,7 +439,7 @@ class VLLMEngine:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise an error for an option unknown to vLLM, or a value that sessions do not support."""
+    """Raise an error for an option unknown to vLLM, or a value unsupported by this backend."""
     known = {field.name for field in fields(EngineArgs)} | {*inspect.signature(LLM).parameters}
     for name in options:
         if name not in known:

@@ -32,7 +32,7 @@ _LONGEST_PASS: Final = 2048
 """Longest text, in tokens, to score in one pass: vLLM holds the logits of all tokens at once."""
 
 _MOST_OF_PROMPT: Final = 64
-"""Most tokens per scored token of a text scored in one pass; above, cached rows are faster."""
+"""Largest ratio of all tokens to scored ones for one pass; above it, cached rows are faster."""
 
 
 @final
@@ -250,7 +250,7 @@ def compare_rows(evaluator: VLLMEvaluator) -> None:
 
 def _distance(row: torch.Tensor, other: torch.Tensor) -> float:
     """Return the root mean square difference of two rows, over ids that are likely in either."""
-    # All ids count if none is likely. Infinite if a row excludes an id that is likely in the other.
+    # All ids count if none is likely. If a row excludes a likely id of the other, return infinity.
     likely = (row > _LEAST) | (other > _LEAST)
     row, other = (row[likely], other[likely]) if likely.any() else (row, other)
     return float((row - other).square().mean().sqrt())

@@ -303,7 +303,7 @@ class Engine(OfOneProcess, Closing):
         try:
             for request, entries in prepared.items():
                 served.submit({request: entries}, timeout)
-        except BaseException:  # the caller gets no handles, so stop them
+        except BaseException:  # the caller gets no handles, so stop the requests
             for request in requests:
                 self.stop_request(request)
             raise
@@ -358,7 +358,7 @@ class Engine(OfOneProcess, Closing):
         timeout: float | None = None,
         **fields: Any,
     ) -> list[Generation]:
-        """Return the texts after a prompt; if the queue is full, wait without blocking the loop.
+        """Return the texts after a prompt; a full queue does not block the caller's event loop.
 
         Cancelling the coroutine interrupts the request.
 
@@ -371,7 +371,7 @@ class Engine(OfOneProcess, Closing):
         (request,) = prepared
         try:
             return await request
-        except GeneratorExit:  # garbage collection raises it, perhaps under a lock: use the loop
+        except GeneratorExit:  # from garbage collection, perhaps under a lock: let the loop stop it
             self.loop.call_soon(self.stop_request, request)
             raise
         except BaseException:
@@ -414,7 +414,7 @@ class Engine(OfOneProcess, Closing):
         if self._lock.is_foreign:
             return
         with self._lock.here:
-            self._is_closed = True  # install_model and start_model raise from here on
+            self._is_closed = True  # from here on, methods that take a model's name raise
             models = list(self._models.values())
         with self._closing, contextlib.ExitStack() as stack:
             stack.callback(self.loop.close)

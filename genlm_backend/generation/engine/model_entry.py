@@ -244,7 +244,7 @@ class ModelEntry:
             self._waiting += waiting
             try:
                 self._admit()
-            except BaseException:  # the caller gets no handles, so stop them
+            except BaseException:  # the caller gets no handles, so stop the requests
                 for request in requests:
                     self.end(request)
                 raise
@@ -326,7 +326,7 @@ class ModelEntry:
             await sequence.ask()
 
     def _leave(self, entry: _Entry) -> None:
-        """Free an ended sequence's place; finish its request if all its sequences have ended."""
+        """Free an ended sequence's place; finish the request if all its sequences have ended."""
         request = entry.request
         with self._lock.here:
             self._running = [other for other in self._running if other is not entry]
@@ -383,7 +383,7 @@ def _num_tokens(entries: Sequence[_Entry]) -> int:
 
 
 def _warm_up(lm: AsyncLM, max_batch: int, max_length: int | None) -> None:
-    """Evaluate a context of the maximum length, then ``max_batch`` contexts of 8 tokens at once."""
+    """Evaluate a context of the maximum length, if any, then ``max_batch`` of at most 8 tokens."""
     bounds = [None if max_length is None else max_length - 1, lm.max_length]
     known = [bound for bound in bounds if bound is not None]
     unusable = {*lm.undefined_ids, lm.contexts.image_token_id}

@@ -134,7 +134,7 @@ class ResultQueue:
             yield found
 
     def status(self) -> GenerationStatus:
-        """Return the request's progress."""
+        """Return the request's progress, which no longer changes once ``is_final`` is true."""
         with self._lock.here:
             return self._status
 
@@ -309,7 +309,7 @@ class GenerationRequest:
         self.queue = ResultQueue(config.n, len(self.prompt_token_ids), config.logprobs)
 
     def status(self) -> GenerationStatus:
-        """Return the request's progress."""
+        """Return the request's progress, which no longer changes once ``is_final`` is true."""
         return self.queue.status()
 
     def statistics(self) -> RequestStatistics:
@@ -336,7 +336,7 @@ class GenerationRequest:
         return self._texts()
 
     def __await__(self) -> Generator[Any, None, list[Generation]]:
-        """Await ``result()``; cancelling the awaiting task does not stop the request."""
+        """Return ``result()`` at the end; the request goes on if the awaiting task is cancelled."""
         yield from self.queue.await_end().__await__()
         return self._texts()
 

@@ -52,7 +52,7 @@ class RuntimeConfig(CheckedConfig):
         llm_opts: More options for loading the model by name; they override the fields above.
 
     Raises:
-        RuntimeConfigError: (``ValueError``) Naming the field.
+        RuntimeConfigError: (``ValueError``) If a value is invalid; the message names the field.
     """
 
     device: str | None = checked_field(None, optional(known_device))

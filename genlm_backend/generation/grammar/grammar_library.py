@@ -34,7 +34,7 @@ def load_library() -> Any:
 
 @cache
 def executor_of(process_id: int) -> Any:
-    """Return the ``LLExecutor`` of a process, whose threads compute masks; a fork needs its own."""
+    """Return a process's ``LLExecutor``, threads that compute masks; a fork needs its own."""
     return load_library().LLExecutor()
 
 
@@ -112,6 +112,6 @@ def fault_of_generated(message: str) -> str:
 
 
 def fault_of_own(message: str, num_lines: int) -> str:
-    """Return llguidance's message, without excerpts of a grammar's lines after ``num_lines``."""
+    """Return llguidance's message without its excerpts of lines after line ``num_lines``."""
     numbers = [(_EXCERPT.match(line), line) for line in message.rstrip().split("\n")]
     return "\n".join(line for found, line in numbers if not found or int(found[1]) <= num_lines)

@@ -38,7 +38,7 @@ _KEYWORDS: Final = {
     "maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties",
     "multipleOf", "pattern", "required", "type",
 }  # fmt: skip
-"""Keywords that are passed to llguidance."""
+"""Supported keywords; those that llguidance misreads are rewritten or refused."""
 
 _ANNOTATIONS: Final = {
     "$comment", "$id", "$schema", "default", "deprecated", "description", "discriminator",
@@ -329,7 +329,10 @@ class SchemaWalk:
         )
 
     def _kinds(self, schema: Any, key: str, tagged: list[dict[str, Any]]) -> set[tuple[str, str]]:
-        """Return each type that a schema allows, with its constant or ``key``'s; ``""`` for any."""
+        """Return the pairs (type, constant) that a schema allows; ``""`` is any constant.
+
+        An object's constant is that of its property ``key``; ``tagged`` receives such schemas.
+        """
         while isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             schema = self._parts[self._target(schema["$ref"], "#")]
         if not isinstance(schema, dict):
@@ -448,7 +451,7 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 
 def _kind(value: Any) -> tuple[str, str]:
-    """Return a constant's type, and its JSON text if that identifies it, else ``""``."""
+    """Return a constant's type and JSON text; ``""`` if equal constants may have several texts."""
     if isinstance(value, (dict, list)):
         return ("object" if isinstance(value, dict) else "array"), ""
     if _is_number(value):

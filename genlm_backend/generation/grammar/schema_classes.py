@@ -140,7 +140,7 @@ def _weaker(core: dict[str, Any], schema: dict[str, Any], config: Any) -> str | 
 
 
 def _validator(core: Any) -> str:
-    """Return the qualified name of the validator function in a pydantic core schema."""
+    """Return the qualified name of a pydantic core schema's validator; ``""`` if it has none."""
     function = core.get("function")
     function = function.get("function") if isinstance(function, dict) else function
     return getattr(getattr(function, "func", function), "__qualname__", "")

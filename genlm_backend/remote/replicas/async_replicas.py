@@ -55,8 +55,8 @@ class AsyncReplicas(BatchedLM):
 
     If a replica dies, the others get its unanswered contexts. If its evaluator is restartable, it
     is restarted, with attempts after pauses of 0, 1, 5 and 20 s, and later at each ``restart()``. A
-    query raises an ``EngineDiedError`` if all replicas are dead, or once a replica has died three
-    times while it computed the query (the same replica or several).
+    query raises an ``EngineDiedError`` if all replicas are dead, or once replicas have died three
+    times while they computed the query (one replica repeatedly, or several).
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.

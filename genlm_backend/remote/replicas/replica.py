@@ -25,7 +25,7 @@ _PAUSES: Final = (0.0, 1.0, 5.0, 20.0)
 
 @final
 class NotAskedError(EngineDiedError):
-    """A replica died before it got a query; ``ReplicaBatcher`` sends the query to another one."""
+    """A replica died before it got a query, which ``ReplicaBatcher`` sends to another replica."""
 
 
 @final

@@ -19,7 +19,7 @@ from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.together import together
 
 _MOST_DEATHS: Final = 3
-"""A query's caller gets the error once this many replicas have died while computing it."""
+"""A query's caller gets the error once replicas have died this often while computing the query."""
 
 
 @final

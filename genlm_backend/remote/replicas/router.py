@@ -51,10 +51,10 @@ class Router:
         return any(load.is_alive for load in self.loads)
 
     def choose(self, space: Hashable, packed: bytes) -> Choice:
-        """Choose a living replica for a context of packed 32-bit ids; at least one has to exist."""
+        """Choose a living replica for a context of packed 32-bit ids; a replica must be alive."""
         matches = self._sent.matches(space, packed)
         # A replica's cost is that of its waiting tokens and passes, plus that of the context's
-        # tokens that it was not sent. These have a weight, since later contexts wait for them too.
+        # unsent tokens. An unsent token counts more, since later contexts wait for it too.
         # Contexts divide the cost of common tokens. So a context goes where its prefix was sent,
         # unless waiting there costs more than the context's share of computing the prefix again.
         costs = [
@@ -101,7 +101,7 @@ class Router:
 
 _ID_BYTES: Final = 4
 _KEPT: Final = 0.8
-"""If a replica's tokens exceed its capacity, the oldest are forgotten, down to this share of it."""
+"""Share of a replica's capacity that the newest tokens keep once all tokens exceed it."""
 
 
 @final
@@ -125,7 +125,7 @@ class _Node:
 
 
 class _Match(NamedTuple):
-    """Numbers of a context's tokens: sent to a replica, in its queue, and a share of the unsent."""
+    """Numbers of a context's tokens: sent to a replica, waiting there, and not sent (a share)."""
 
     num_known: int
     num_waiting: int
@@ -145,7 +145,7 @@ class RoutingTree:
     def matches(self, space: Hashable, packed: bytes) -> list[_Match]:
         path = list(self._path(space, packed))
         end = sum(matched for _, matched in path)
-        parts = [(len(packed) - end) / _ID_BYTES]  # shares of the tokens after each node, reversed
+        parts = [(len(packed) - end) / _ID_BYTES]  # shares of tokens after each node, last first
         num_ways = 1
         for node, matched in reversed(path):
             num_ways = max(num_ways, len(node.children))
