@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar, cast, final, overload
 
 from genlm_backend.batching.batcher import Batcher
 from genlm_backend.batching.policy import BatcherStatistics, BatchPolicy
 from genlm_backend.checks import function as check_function
+from genlm_backend.checks import shown
+from genlm_backend.errors import OptionTypeError
 from genlm_backend.runtime.closing import Closing
 
 Q = TypeVar("Q")
@@ -36,8 +39,10 @@ class Batched(Closing, Generic[Q, R]):
         self._loop: asyncio.AbstractEventLoop | None = None  # made by the first batch, if async
         self.__wrapped__, self.__doc__ = function, inspect.getdoc(function)
         self.__name__ = getattr(function, "__name__", type(function).__name__)
-        evaluate = self._evaluate if is_async else function
-        self._batcher = Batcher[Q, R](evaluate, policy, key, name=self.__name__)
+        evaluate: Any = partial(self._evaluate) if is_async else function
+        if is_async:
+            evaluate.__name__ = self.__name__
+        self._batcher = Batcher[Q, R](evaluate, policy, key or _hashable, name=self.__name__)
 
     def _evaluate(self, queries: list[Q]) -> Sequence[R | Exception]:
         """Run the coroutine function, on the worker thread, in one event loop for all batches."""
@@ -80,6 +85,18 @@ class Batched(Closing, Generic[Q, R]):
 
     def __repr__(self) -> str:
         return f"<Batched {self.__name__}>"
+
+
+def _hashable(query: Q) -> Q:
+    """Return the query, its own key."""
+    try:
+        hash(query)
+    except TypeError as error:
+        raise OptionTypeError(
+            f"the query {shown(query)} cannot be hashed ({error}): pass a tuple or a text, or give "
+            "batched a function key= that returns one"
+        ) from error
+    return query
 
 
 @overload

@@ -197,18 +197,19 @@ def evaluated(
     if not queries:
         return [], None
     try:
-        return _results(evaluate(queries), len(queries)), None
+        name = getattr(evaluate, "__name__", "evaluate")
+        return _results(evaluate(queries), len(queries), name), None
     except BaseException as raised:  # SystemExit too goes to the callers
         return [], presentable(raised)
 
 
-def _results(found: Any, num_queries: int) -> list[Any]:
+def _results(found: Any, num_queries: int, name: str) -> list[Any]:
     is_array = hasattr(found, "__len__") and hasattr(found, "__getitem__")
     if not is_array or isinstance(found, Mapping):
-        raise EvaluationError(f"evaluate must return a sequence, got {shown(found)}")
+        raise EvaluationError(f"{name} must return a sequence, got {shown(found)}")
     results = list(found)
     if len(results) != num_queries:
-        raise EvaluationError(f"evaluate returned {len(results)} results for {num_queries} queries")
+        raise EvaluationError(f"{name} returned {len(results)} results for {num_queries} queries")
     return results
 
 

@@ -6,7 +6,12 @@ import threading
 import pytest
 
 from genlm_backend import batched
-from genlm_backend.errors import BatcherClosedError, OptionError, OptionTypeError
+from genlm_backend.errors import (
+    BatcherClosedError,
+    EvaluationError,
+    OptionError,
+    OptionTypeError,
+)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["function", "coroutine"])
@@ -96,6 +101,23 @@ def test_mistakes_name_the_argument():
         batched(3)
     with pytest.raises(OptionError, match="max_batch_size"):
         batched(max_batch_size=0)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_lists_and_wrong_numbers_of_results_are_errors_that_name_the_way_out(is_async):
+    def reward(queries):
+        return queries[1:]
+
+    async def reward_later(queries):
+        return queries[1:]
+
+    with batched(reward_later if is_async else reward) as score:
+        with pytest.raises(TypeError, match=r"\[1, 2\] cannot be hashed .*pass a tuple .*key="):
+            asyncio.run(score([1, 2]))
+        with pytest.raises(EvaluationError, match=f"^{score.__name__} returned 1 results for 2"):
+            score.map_sync([(1,), (2,)])
+    with batched(list, key=tuple) as score:
+        assert score.map_sync([[1, 2], [3]]) == [[1, 2], [3]]
 
 
 def test_coroutine_function_that_awaits_its_own_results_raises():
