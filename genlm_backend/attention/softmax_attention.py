@@ -107,7 +107,7 @@ class SoftmaxAttention(Generic[A]):
         return self.attend_if_any(query, keys, values, mask)
 
     def attend_if_any(self, query: A, keys: A, values: A, mask: A | None) -> AttentionState[A]:
-        """Attend by the formula, which also works for queries that may attend to no key."""
+        """Attend without a fused operator; also for queries that may attend to no key."""
         num_queries = query.shape[2]
         size = max(1, MAX_SCORES // (query.shape[0] * query.shape[1] * keys.shape[2]))
         if num_queries <= size:

@@ -282,7 +282,7 @@ class Scheduler:
         wanted = [(row, job, start + position) for row, position in enumerate(token_chunk.outputs)]
         self._outputs.hand_out(logits, wanted)
 
-    # ---------------------------------------------------------------- with slots
+    # ---------------------------------------------------------------- through the cache
 
     def check_cacheable(self, num_tokens: int) -> None:
         """Raise a ``CacheError`` if a context of ``num_tokens`` exceeds ``max_cacheable_len``."""

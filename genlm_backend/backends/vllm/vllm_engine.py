@@ -495,7 +495,7 @@ def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "enable_prefix_caching": True,
         "gpu_memory_utilization": 0.9,
-        "disable_hybrid_kv_cache_manager": True,  # vLLM sets this itself for most connectors
+        "disable_hybrid_kv_cache_manager": True,  # ForkConnector needs one group of layers
         **options,
         "disable_log_stats": False,  # the statistics report the free blocks
         "async_scheduling": False,

@@ -188,6 +188,59 @@ def test_weights_that_16_bits_cannot_hold_are_packed_in_32():
     check_layer(model, packed, view, rows, is_packed=True)
 
 
+def _small_rows(weight):
+    weight[:24] *= 2.0**-16
+
+
+def _small_columns(weight):
+    weight[:, 3] *= 2.0**-16
+
+
+def _one_large_number(weight):
+    weight.mul_(2.0**-10)[0, 0] = 1
+
+
+@pytest.mark.parametrize("change", [_small_rows, _small_columns, _one_large_number])
+@pytest.mark.usefixtures("faster")
+def test_weights_that_lose_digits_in_16_bits_are_packed_in_32(change):
+    model, _ = layer_and_rows(holds=torch.bfloat16)
+    with torch.no_grad():
+        change(model[0].weight)
+    assert torch.equal(model[0].weight, model[0].weight.bfloat16().float())
+    assert packed_of(model).nbytes == 24 * 40 * 4
+
+
+@pytest.mark.usefixtures("faster")
+def test_weights_that_no_longer_fit_into_16_bits_keep_to_the_budget(monkeypatch):
+    model, rows = layer_and_rows(holds=torch.bfloat16)
+    packed = packed_of(model)
+    view = view_with(packed, model)
+    model[0].weight.data.mul_(1.0001)
+    monkeypatch.setattr(packed_weights, "cpu_budget", lambda: 24 * 40 * 4 - 1)
+    packed.pack_again()
+    assert packed.nbytes == 0
+    check_layer(model, packed, view, rows, is_packed=False)
+
+
+@pytest.mark.usefixtures("faster")
+def test_write_during_packing_is_noticed(monkeypatch):
+    model, rows = layer_and_rows()
+    packed = packed_of(model)
+    view = view_with(packed, model)
+    pack = packed_weights._BLOCKS.pack
+
+    def pack_while_written(weight):
+        found = pack(weight)
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        return found
+
+    layout = packed_weights._BLOCKS._replace(pack=pack_while_written)
+    monkeypatch.setattr(packed._packed[0], "layout", layout)
+    packed.pack_again()
+    check_layer(model, packed, view, rows, is_packed=False)
+
+
 @pytest.mark.usefixtures("faster")
 def test_packing_leaves_other_users_of_the_model_intact():
     model = families.make("llama")
