@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from genlm_backend.runtime.memory import cpu_budget
 from genlm_backend.runtime.progress import stage
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
 """Dtypes of the weights that may be packed."""
@@ -65,8 +68,7 @@ class PackedWeights:
             num_bytes = sum(layout.num_bytes(layer.weight) for layer in layers) if layout else 0
             if layout and num_bytes <= left:
                 left -= num_bytes
-                with _threads() as threads:
-                    self._packed += threads.map(_Packed, layers, [layout] * len(layers))
+                self._packed += _each(partial(_Packed, layout=layout), layers, layout is _HALVES)
                 logger.info("packed %d weights of %s", len(layers), kind)
         self._remember()
 
@@ -99,8 +101,7 @@ class PackedWeights:
                     one.layout, left = _BLOCKS, left - one.weight.nbytes
                     one.is_used = left >= 0
         self._packed = [one for one in self._packed if one.is_used]
-        with _threads() as threads:
-            list(threads.map(_Packed.pack, self._packed))
+        _each(_Packed.pack, self._packed, any(one.layout is _HALVES for one in self._packed))
         self._remember()
 
     def clear(self) -> None:
@@ -288,6 +289,9 @@ def _seconds(layers: Sequence[nn.Linear], rows: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def _threads() -> ThreadPoolExecutor:
-    """Return threads for packing, since FBGEMM takes seconds for a hundred million numbers."""
-    return ThreadPoolExecutor(torch.get_num_threads(), "pack")
+def _each(function: Callable[[T], R], items: list[T], in_threads: bool) -> list[R]:
+    """Apply a function to items; in threads for FBGEMM, which packs slowly, and on one thread."""
+    if not in_threads:
+        return list(map(function, items))
+    with ThreadPoolExecutor(torch.get_num_threads(), "pack") as threads:
+        return list(threads.map(function, items))
