@@ -70,7 +70,7 @@ class CascadeAttention(AttentionBackend[dict[str, Any]]):
 
 def _few_tokens(layout: KVLayout) -> int:
     """Return about how many tokens of a run, times its rows, make a separate product pay off."""
-    if not all(layer.device.type == "cpu" for layer in layout.layers):
+    if {layer.device.type for layer in layout.layers} != {"cpu"}:
         return sharing.FEW_TOKENS
     return max(sharing.FEW_TOKENS, sharing.FEW_BYTES * len(layout.layers) // layout.bytes_per_slot)
 
