@@ -42,7 +42,9 @@ class Batched(Closing, Generic[Q, R]):
         evaluate: Any = partial(self._evaluate) if is_async else function
         if is_async:
             evaluate.__name__ = self.__name__
-        self._batcher = Batcher[Q, R](evaluate, policy, key or _hashable, name=self.__name__)
+        self._batcher = Batcher[Q, R](
+            evaluate, policy, _hashable if key is None else key, name=self.__name__
+        )
 
     def _evaluate(self, queries: list[Q]) -> Sequence[R | Exception]:
         """Run the coroutine function, on the worker thread, in one event loop for all batches."""
